@@ -1,0 +1,1 @@
+"""MiniLLM Runtime: a compact LLM inference and serving runtime."""

@@ -1,0 +1,1 @@
+"""Attention over paged KV: the reference, and the fast path of each device."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each a `minillm bench NAME`."""

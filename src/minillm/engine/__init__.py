@@ -1,0 +1,1 @@
+"""The engine: step loop, runtime thread, text output."""

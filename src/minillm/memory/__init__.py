@@ -1,0 +1,1 @@
+"""Device memory: the paged KV cache and the host swap space."""

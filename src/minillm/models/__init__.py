@@ -1,0 +1,1 @@
+"""Models: configuration, decoder, weight loading, tokenizer and chat template."""

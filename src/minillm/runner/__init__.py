@@ -1,0 +1,1 @@
+"""Runners: execute a StepPlan on a device and report a StepOutcome."""
