@@ -32,9 +32,7 @@ LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.PREFILLING, *_END}),
     RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.SWAPPED, RequestState.PREEMPTED, *_END}),
     RequestState.DECODING: frozenset({RequestState.SWAPPED, RequestState.PREEMPTED, *_END}),
-    RequestState.SWAPPED: frozenset(
-        {RequestState.PREFILLING, RequestState.DECODING, RequestState.PREEMPTED, *_END}
-    ),
+    RequestState.SWAPPED: frozenset({RequestState.PREFILLING, RequestState.DECODING, RequestState.PREEMPTED, *_END}),
     RequestState.PREEMPTED: frozenset({RequestState.PREFILLING, *_END}),
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
