@@ -69,7 +69,6 @@ class ScriptedRuntime:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
-    @property
     def default_sampling_params(self) -> SamplingParams:
         return self.defaults
 

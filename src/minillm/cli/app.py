@@ -36,12 +36,9 @@ _CLIError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__n
 
 def _print_version(value: bool) -> None:
     if value:
-        from importlib.metadata import PackageNotFoundError, version
+        from minillm import __version__
 
-        try:
-            print(f"minillm {version('minillm-runtime')}")
-        except PackageNotFoundError:
-            print("minillm (not installed)")
+        print(f"minillm {__version__}")
         raise typer.Exit
 
 

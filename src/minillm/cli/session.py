@@ -37,7 +37,7 @@ def has_chat_template(runtime: Runtime) -> bool:
 
 def sampling_params(options: Options, runtime: Runtime | None = None) -> SamplingParams:
     """The given options over the model's defaults (over the neutral ones without a runtime: to check them early)."""
-    return SamplingParams(**options) if runtime is None else replace(runtime.default_sampling_params, **options)
+    return SamplingParams(**options) if runtime is None else replace(runtime.default_sampling_params(), **options)
 
 
 def messages_of(text: str, system: str | None = None) -> list[Message]:
