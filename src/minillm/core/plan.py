@@ -198,7 +198,7 @@ class TokenEvent(NamedTuple):
     """One output token, delivered once and in order of `index`."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]
     token_id: int
     logprobs: TokenLogprobs | None = None
 
