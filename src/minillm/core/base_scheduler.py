@@ -7,13 +7,14 @@ device: `now` (seconds, monotonic) and outcomes are passed in, so the same input
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.core.block_manager import KVBlockManager, SwapPool, blocks_for
 from minillm.core.config import SchedulerConfig
 from minillm.core.costs import MeasuredCosts
+from minillm.core.decode_set import DecodeSet
 from minillm.core.errors import (
     DuplicateRequestError,
     EmptyPromptError,
@@ -30,7 +31,6 @@ from minillm.core.plan import (
     StepEvents,
     StepOutcome,
     StepPlan,
-    TokenEvent,
 )
 from minillm.core.policies import QueueContext, get_queue_policy, get_victim_policy
 from minillm.core.prefix_cache import HashFunction, PrefixCache, chain_digest
@@ -50,10 +50,26 @@ class InFlight:
     decodes: list[Request]
     chunks: list[tuple[Request, list[Request]]]
     """Per prefill chunk: its request, and the requests that its sample rows belong to."""
+    outputs: list[list[int]] = field(default_factory=list)
+    """Output list of each decode row; a throw-away list where the row was discarded."""
+    last_rows: list[Request] = field(default_factory=list)
+    """Decode rows that sample their request's last token."""
     fills: list[tuple[Request, int]] = field(default_factory=list)
     """(request, index of a block that this plan fills to its last slot)."""
     discarded: set[str] = field(default_factory=set)
     """Requests that ended, or lost their KV, after the plan was issued: their rows count for nothing."""
+    discarded_rows: list[int] = field(default_factory=list)
+    """Indices of their decode rows."""
+
+    def discard(self, request: Request) -> None:
+        """The request's rows in this plan count for nothing."""
+        if request.request_id in self.discarded:
+            return
+        self.discarded.add(request.request_id)
+        if request in self.decodes:
+            row = self.decodes.index(request)
+            self.discarded_rows.append(row)
+            self.outputs[row] = []
 
 
 class BaseScheduler:
@@ -76,12 +92,12 @@ class BaseScheduler:
         self.waiting = WaitingQueue(get_queue_policy(config.queue_policy), self.queue_context)
         self.victim_policy = get_victim_policy(config.victim_policy)
         self.counters = Counters()
-        self.running: list[Request] = []
-        """Requests that own a row, in order of admission; a group's children own theirs from the parent's admission."""
+        self.running: dict[Request, None] = {}
+        """Ordered set of requests that own a row; a group's children own theirs from the parent's admission on."""
         self.prefilling: list[Request] = []
         """Those whose KV is not complete yet (no children: they prefill through their parent)."""
-        self.decoding: list[Request] = []
-        """Those that get a decode row in the next plan. Replaced, never changed in place: plans share it."""
+        self.decoding = DecodeSet(config.block_size)
+        """Those that get a decode row in the next plan."""
         self.unshared_tails: list[Request] = []
         """Freshly forked requests, whose last block may still be shared: copy before the first write."""
         self.step = 0
@@ -96,7 +112,8 @@ class BaseScheduler:
         self.num_swapped = 0
         self._head_wait: tuple[str, set[str]] | None = None
         """The head of the queue that last had to wait, and the kinds of reasons recorded for it."""
-        self._id_columns: tuple[list[Request], list[str], list[int]] | None = None
+        self._stop_ids: Counter[int] = Counter()
+        """Stop ids of all live requests, with the number of requests that have them."""
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
@@ -137,6 +154,7 @@ class BaseScheduler:
             request.children = [request.fork(choice) for choice in range(1, request.group_size)]
         for member in (request, *request.children):
             self._requests[member.request_id] = member
+            self._stop_ids.update(member.stop_ids)
         self.waiting.push(request)
         self.counters.submitted += 1
         if request.deadline is not None:
@@ -234,25 +252,25 @@ class BaseScheduler:
         return events
 
     def _commit_plain_decodes(self, record: InFlight, token_ids: list[list[int]], now: float) -> None:
-        """Decode rows in the usual case: no failure, no logprobs. The hot path: nothing per token is waste."""
-        rows: Iterable[tuple[Request, list[int]]] = zip(record.decodes, token_ids, strict=False)
-        if record.discarded:
-            rows = [row for row in rows if row[0].request_id not in record.discarded]
-            self._count_discarded(len(record.decodes) - len(rows))
-        emit = self._events.tokens.append
-        before = len(self._events.tokens)
-        stopped: list[Request] = []
-        for request, ids in rows:
-            token = ids[0]
-            generated = request.generated_ids
-            index = len(generated)
-            generated.append(token)
-            emit(TokenEvent(request.request_id, index, token))
-            if token in request.stop_ids or index + 1 == request.max_tokens:
-                stopped.append(request)
-        self.counters.generated_tokens += len(self._events.tokens) - before
-        for request in stopped:
-            self._end_by_token(request, now)
+        """Decode rows in the usual case: no failure, no logprobs. The hot path: the loops over rows run in C."""
+        batch = record.plan.decodes
+        requests, ids, indices = record.decodes, batch.request_ids, batch.output_indices
+        tokens = [row[0] for row in token_ids[: len(requests)]]
+        deque(map(list.append, record.outputs, tokens), maxlen=0)
+        if record.discarded_rows:
+            requests, ids, indices = list(requests), list(ids), list(indices)
+            for row in sorted(record.discarded_rows, reverse=True):
+                del requests[row], ids[row], indices[row], tokens[row]
+            self._count_discarded(len(record.discarded_rows))
+        self._events.tokens.extend(ids, indices, tokens)
+        self.counters.generated_tokens += len(tokens)
+        if not self._stop_ids.keys().isdisjoint(tokens):
+            for request, token in zip(requests, tokens, strict=True):
+                if token in request.stop_ids:
+                    self._end_by_token(request, now)
+        for request in record.last_rows:
+            if request.request_id not in record.discarded and not request.is_ended:
+                self._end_by_token(request, now)
 
     def _count_discarded(self, rows: int) -> None:
         self._events.discarded_rows += rows
@@ -276,7 +294,7 @@ class BaseScheduler:
             if request.first_token_time is None:
                 request.first_token_time = now
             entry = outcome.logprobs[row] if outcome.logprobs is not None else None
-            self._events.tokens.append(TokenEvent(request.request_id, index, token, entry))
+            self._events.tokens.append(request.request_id, index, token, entry)
             if token in request.stop_ids or index + 1 == request.max_tokens:
                 self._end_by_token(request, now)
 
@@ -326,7 +344,8 @@ class BaseScheduler:
             self.counters.forks += 1
         self.unshared_tails.extend(members)
         if parent.kv_tokens <= parent.last_position:
-            self.decoding = [*self.decoding, *members]
+            for member in members:
+                self.decoding.add(member)
         parent.transition(RequestState.DECODING, now, self.step, "prefill done")
 
     # -- failures of a part -----------------------------------------------------------------------------------------
@@ -348,7 +367,7 @@ class BaseScheduler:
             self.waiting.remove(request)
             self.drop_swap_slots(request)
         elif request.state in RUNNING:
-            record.discarded.add(request_id)
+            record.discard(request)
             self.leave_running(request)
         else:
             return
@@ -387,6 +406,10 @@ class BaseScheduler:
         request.finish_time = now
         request.error = error
         del self._requests[request.request_id]
+        for token_id in request.stop_ids:
+            self._stop_ids[token_id] -= 1
+            if not self._stop_ids[token_id]:
+                del self._stop_ids[token_id]
         self._ended[request.request_id] = request
         self._ended.move_to_end(request.request_id)
         while len(self._ended) > KEEP_ENDED:
@@ -396,15 +419,15 @@ class BaseScheduler:
 
     def _discard_rows_in_flight(self, request: Request) -> None:
         for record in self._in_flight:
-            record.discarded.add(request.request_id)
+            record.discard(request)
 
     def leave_running(self, request: Request) -> None:
         """Give up row and blocks. Rows of plans in flight that belong to the request count for nothing."""
         self._discard_rows_in_flight(request)
-        self.running.remove(request)
+        del self.running[request]
         if request in self.decoding:
-            self.decoding = [other for other in self.decoding if other is not request]
-        if request in self.prefilling:
+            self.decoding.remove(request)
+        elif request in self.prefilling:
             self.prefilling.remove(request)
         if request in self.unshared_tails:
             self.unshared_tails.remove(request)

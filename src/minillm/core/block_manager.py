@@ -139,9 +139,7 @@ class KVBlockManager:
         for (request, _), count in zip(demands, counts, strict=True):
             new = blocks[taken : taken + count]
             taken += count
-            if new:
-                request.block_table.extend(new)
-                request.slot_base = new[-1] * self.block_size
+            request.block_table.extend(new)
             grown.append(new)
         return grown
 
@@ -151,8 +149,6 @@ class KVBlockManager:
             self.retain(entry.block)
         request.block_table = [entry.block for entry in entries]
         request.published = list(entries)
-        if entries:
-            request.slot_base = entries[-1].block * self.block_size
 
     def fork_table(self, parent: Request, child: Request) -> None:
         """The child shares every block of its parent, the partly filled last one too."""
@@ -161,7 +157,6 @@ class KVBlockManager:
         child.block_table = list(parent.block_table)
         child.published = list(parent.published)
         child.block_keys = list(parent.block_keys[: len(parent.published)])
-        child.slot_base = parent.slot_base
         child.kv_tokens = parent.kv_tokens
 
     def copy_on_write(self, request: Request) -> BlockCopy | None:
@@ -172,7 +167,6 @@ class KVBlockManager:
         (new,) = self.allocate(1)
         # A new list: the runner may still read the old one for a plan in flight.
         request.block_table = [*request.block_table[:-1], new]
-        request.slot_base = new * self.block_size
         self.release(old)
         return BlockCopy(old, new)
 

@@ -10,6 +10,7 @@ from minillm.core.errors import IllegalTransitionError
 from minillm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from minillm.core.decode_set import DecodeSet
     from minillm.core.prefix_cache import BlockKey, CachedBlock
 
 
@@ -68,6 +69,7 @@ class Request:
     """
 
     __slots__ = (
+        "_kv_tokens",
         "arrival_seq",
         "arrival_time",
         "block_keys",
@@ -78,6 +80,8 @@ class Request:
         "children",
         "choice",
         "deadline",
+        "decode_index",
+        "decode_set",
         "error",
         "finish_reason",
         "finish_time",
@@ -87,7 +91,6 @@ class Request:
         "group_size",
         "history",
         "input_ids",
-        "kv_tokens",
         "last_position",
         "max_tokens",
         "num_preemptions",
@@ -103,7 +106,6 @@ class Request:
         "row",
         "sampling_params",
         "seed",
-        "slot_base",
         "started",
         "state",
         "stop_ids",
@@ -145,9 +147,13 @@ class Request:
 
         self.state = RequestState.WAITING
         self.generated_ids: list[int] = []
+        """Changed in place only: the decode set and plans in flight append to this very list."""
         self.block_table: list[int] = []
         self.swap_slots: list[int] = []
-        self.kv_tokens = 0
+        self._kv_tokens = 0
+        self.decode_set: DecodeSet | None = None
+        self.decode_index = -1
+        """Place in the columns of `decode_set` while decoding."""
         self.max_tokens = params.max_tokens
         """Output limit; None until the scheduler sets it at submit to what is left of the context."""
         self.last_position = 0
@@ -155,8 +161,6 @@ class Request:
         self.prefill_target = self.prompt_len
         """Tokens to have in KV before the next sample: the prompt, or on a rebuild prompt + generated."""
         self.row = -1
-        self.slot_base = 0
-        """KV slot of the last block's first token: block_table[-1] * block_size."""
         self.published: list[CachedBlock] = []
         """The chain of prefix-cache entries for this sequence's first full blocks (hits and own publications)."""
         self.block_keys: list[BlockKey] = []
@@ -181,6 +185,16 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.history: list[Transition] = [Transition(arrival_time, -1, RequestState.WAITING, "submitted")]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that have KV after all issued plans. While decoding it lives in the decode set's columns."""
+        return self._kv_tokens if self.decode_set is None else self.decode_set.positions[self.decode_index]
+
+    @kv_tokens.setter
+    def kv_tokens(self, value: int) -> None:
+        assert self.decode_set is None, "a decoding request advances with its decode set"
+        self._kv_tokens = value
 
     @property
     def num_tokens(self) -> int:

@@ -42,6 +42,8 @@ class Draft:
 
     decodes: DecodeBatch = field(default_factory=DecodeBatch)
     decode_requests: list[Request] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    last_rows: list[Request] = field(default_factory=list)
     prefills: list[PrefillChunk] = field(default_factory=list)
     chunk_requests: list[tuple[Request, list[Request]]] = field(default_factory=list)
     fills: list[tuple[Request, int]] = field(default_factory=list)
@@ -98,7 +100,9 @@ class ContinuousScheduler(BaseScheduler):
             assignments=draft.assignments,
             table_updates=draft.table_updates,
         )
-        self._in_flight.append(InFlight(plan, draft.decode_requests, draft.chunk_requests, draft.fills))
+        self._in_flight.append(
+            InFlight(plan, draft.decode_requests, draft.chunk_requests, draft.outputs, draft.last_rows, draft.fills)
+        )
         self.blocks.quarantine_step = plan.step
         self.step += 1
         return plan
@@ -115,20 +119,14 @@ class ContinuousScheduler(BaseScheduler):
 
     def _decode_demand(self) -> int:
         """Blocks that the next step's decodes need: new last blocks, and copies of shared ones before a write."""
-        size = self.config.block_size
-        demand = sum(1 for request in self.decoding if request.kv_tokens % size == 0)
+        demand = self.decoding.num_starting_block
         if self.unshared_tails:
-            tails = {r.block_table[-1] for r in self.unshared_tails if r.kv_tokens % size}
+            tails = {r.block_table[-1] for r in self.unshared_tails if r.kv_tokens % self.config.block_size}
             demand += sum(self.blocks.ref_counts[tail] - 1 for tail in tails)
         return demand
 
-    def _demand_bound(self) -> int:
-        """The decode demand where it matters, else an upper bound of it that costs nothing to find."""
-        bound = len(self.decoding) + len(self.unshared_tails)
-        return bound if 2 * bound < self.blocks.num_available else self._decode_demand()
-
     def _make_room_for_decodes(self, draft: Draft, now: float) -> bool:
-        while self._demand_bound() > self.blocks.num_available:
+        while self._decode_demand() > self.blocks.num_available:
             if self._in_flight:
                 return False
             head = min(self.running, key=self.waiting.key)
@@ -146,7 +144,7 @@ class ContinuousScheduler(BaseScheduler):
         """The first prefill in the total order must not be held up by lower priorities, nor prefills by each other."""
         while self.prefilling:
             first = min(self.prefilling, key=self.waiting.key)
-            room = self.blocks.num_available - self._demand_bound()
+            room = self.blocks.num_available - self._decode_demand()
             if self.blocks.blocks_needed(first, first.kv_tokens + 1) <= room:
                 return True
             candidates = [r for r in self._preemptible() if r.priority > first.priority]
@@ -164,7 +162,7 @@ class ContinuousScheduler(BaseScheduler):
         head = self.waiting.head()
         if head is None or head.request_id in draft.preempted:
             return True
-        rows_short, blocks_short = self._shortage(head, self._demand_bound())
+        rows_short, blocks_short = self._shortage(head, self._decode_demand())
         if rows_short <= 0 and blocks_short <= 0:
             return not (self._in_flight and head.state is RequestState.SWAPPED)
         if not any(request.priority > head.priority for request in self.running):
@@ -259,7 +257,7 @@ class ContinuousScheduler(BaseScheduler):
             if head is None or head.state is not RequestState.SWAPPED or head.request_id in draft.preempted:
                 return
             watermark = draft.room_made_for is not head
-            rows_short, blocks_short = self._shortage(head, self._demand_bound(), watermark=watermark)
+            rows_short, blocks_short = self._shortage(head, self._decode_demand(), watermark=watermark)
             if rows_short > 0 or blocks_short > 0:
                 return
             self._swap_in(head, draft, now)
@@ -273,7 +271,6 @@ class ContinuousScheduler(BaseScheduler):
         request.block_table = [
             cached[index].block if index in cached else fresh[index] for index in range(len(request.swap_slots))
         ]
-        request.slot_base = request.block_table[-1] * self.config.block_size
         if fresh:
             slots = [request.swap_slots[index] for index in missing]
             draft.swap_ins.append(SwapIn(request.request_id, slots, list(fresh.values())))
@@ -282,7 +279,7 @@ class ContinuousScheduler(BaseScheduler):
         self._start(request, draft)
         if request.kv_tokens >= request.prefill_target:
             request.transition(RequestState.DECODING, now, self.step, "swapped in")
-            self.decoding = [*self.decoding, request]
+            self.decoding.add(request)
         else:
             request.transition(RequestState.PREFILLING, now, self.step, "swapped in")
             self.prefilling.append(request)
@@ -293,7 +290,7 @@ class ContinuousScheduler(BaseScheduler):
         request.started = True
         for member in request.members:
             member.row = self._free_rows.pop()
-            self.running.append(member)
+            self.running[member] = None
             draft.assignments.append(
                 RowAssignment(
                     row=member.row,
@@ -311,55 +308,35 @@ class ContinuousScheduler(BaseScheduler):
     # -- 3. decodes ---------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, draft: Draft) -> None:
-        """One token of every decoding request. This loop is the hot path: nothing per request is waste."""
-        if self.unshared_tails:
-            self._copy_shared_tails(draft)
-        requests = self.decoding
-        draft.decode_requests = requests
-        draft.budget = self.config.max_num_batched_tokens - len(requests)
+        """One token of every decoding request. The hot path: see :mod:`minillm.core.decode_set`."""
+        members = self.decoding
+        draft.budget = self.config.max_num_batched_tokens - len(members)
         if self.config.max_prefill_tokens_per_step is not None:
             draft.budget = min(draft.budget, self.config.max_prefill_tokens_per_step)
-        if not requests:
+        if not members:
             return
-        batch = draft.decodes
-        batch.request_ids, batch.rows = self._columns(requests)
+        if self._in_flight:
+            # What the plan in flight samples is not known yet; only freshly forked members were not in it.
+            token_ids = [-1] * len(members)
+            for request in self.unshared_tails:
+                if request in members:
+                    token_ids[request.decode_index] = request.generated_ids[-1]
+        else:
+            token_ids = [output[-1] for output in members.outputs]
+        self._copy_shared_tails(draft)
+        for request in members.starting_block():
+            self._extend_table(request, draft)
         size = self.config.block_size
-        last_offset = size - 1
-        add_token, add_position = batch.token_ids.append, batch.positions.append
-        add_slot, add_index = batch.kv_slots.append, batch.output_indices.append
-        at_limit = False
-        for request in requests:
-            position = request.kv_tokens
-            offset = position % size
-            if offset == 0:
-                self._extend_table(request, draft)
-            if offset == last_offset:
-                draft.fills.append((request, position // size))
-            add_position(position)
-            add_slot(request.slot_base + offset)
-            generated = request.generated_ids
-            index = position - request.prompt_len
-            add_token(generated[index] if index < len(generated) else -1)
-            add_index(index + 1)
-            request.kv_tokens = position + 1
-            if position == request.last_position:
-                at_limit = True
-        if at_limit:
-            self.decoding = [request for request in requests if request.kv_tokens <= request.last_position]
-
-    def _columns(self, requests: list[Request]) -> tuple[list[str], list[int]]:
-        """Ids and rows of the decode batch: computed when its membership changes, shared between plans otherwise."""
-        cached = self._id_columns
-        if cached is None or cached[0] is not requests:
-            cached = (requests, [r.request_id for r in requests], [r.row for r in requests])
-            self._id_columns = cached
-        return cached[1], cached[2]
+        draft.fills = [(request, request.kv_tokens // size) for request in members.filling_block()]
+        draft.decode_requests = list(members.requests)
+        draft.outputs = list(members.outputs)
+        draft.decodes, draft.last_rows = members.advance(token_ids)
 
     def _extend_table(self, request: Request, draft: Draft) -> None:
         (block,) = self.blocks.allocate(1)
         draft.table_updates.append(TableUpdate(request.row, len(request.block_table), [block]))
         request.block_table.append(block)
-        request.slot_base = block * self.config.block_size
+        self.decoding.set_last_block(request, block)
         self._charge(request, self.config.block_size)
 
     def _charge(self, request: Request, tokens: int) -> None:
@@ -371,11 +348,14 @@ class ContinuousScheduler(BaseScheduler):
     def _copy_shared_tails(self, draft: Draft) -> None:
         """Copy-on-write for freshly forked requests: all but the last holder of a partly filled block get a copy."""
         for request in self.unshared_tails:
+            if request not in self.decoding:
+                continue
             forked = request.child_of is not None
-            if request.kv_tokens % self.config.block_size and request.block_table:
+            if request.kv_tokens % self.config.block_size:
                 copy = self.blocks.copy_on_write(request)
                 if copy is not None:
                     draft.copies.append(copy)
+                    self.decoding.set_last_block(request, copy.destination)
                     self.counters.copies_on_write += 1
                     if not forked:
                         draft.table_updates.append(
@@ -432,7 +412,7 @@ class ContinuousScheduler(BaseScheduler):
         if samples and not request.pending_fork:
             request.transition(RequestState.DECODING, now, self.step, "prefill planned to its end")
             if end <= request.last_position:
-                self.decoding = [*self.decoding, request]
+                self.decoding.add(request)
 
     # -- 5. admissions --------------------------------------------------------------------------------------------
 
