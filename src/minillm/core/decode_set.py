@@ -35,6 +35,7 @@ class DecodeSet:
         self._advances = 0
         self._phases: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._last_advance: dict[int, list[Request]] = {}
+        """The wheel: advance -> who ends there, if still a member then (one that left and came back is in it twice)."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -118,7 +119,7 @@ class DecodeSet:
         self.indices = [index + 1 for index in self.indices]
         ended = [
             request
-            for request in self._last_advance.pop(self._advances, ())
+            for request in dict.fromkeys(self._last_advance.pop(self._advances, ()))
             if request.decode_set is self and self.positions[request.decode_index] == request.last_position + 1
         ]
         self._advances += 1
