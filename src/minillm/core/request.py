@@ -1,0 +1,226 @@
+"""A request: one sequence with its states, its tokens and its KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from minillm.core.errors import IllegalTransitionError
+from minillm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.core.prefix_cache import CachedBlock
+
+
+class RequestState(Enum):
+    """States of a request; :data:`LEGAL_TRANSITIONS` says which may follow which."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    SWAPPED = "swapped"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_END = (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
+
+LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILLING, *_END}),
+    RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.SWAPPED, RequestState.PREEMPTED, *_END}),
+    RequestState.DECODING: frozenset({RequestState.SWAPPED, RequestState.PREEMPTED, *_END}),
+    RequestState.SWAPPED: frozenset({RequestState.PREFILLING, RequestState.DECODING, RequestState.PREEMPTED, *_END}),
+    RequestState.PREEMPTED: frozenset({RequestState.PREFILLING, *_END}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.CANCELLED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+ENDED = frozenset(_END)
+RUNNING = frozenset({RequestState.PREFILLING, RequestState.DECODING})
+QUEUED = frozenset({RequestState.WAITING, RequestState.SWAPPED, RequestState.PREEMPTED})
+
+
+class Transition(NamedTuple):
+    """One entry of a request's history: when it came into a state, at which step, and why."""
+
+    time: float
+    step: int
+    state: RequestState
+    reason: str
+
+
+class Request:
+    """One sequence. ``n > 1`` is a group: a parent and ``n - 1`` children that fork from it after its prefill.
+
+    Identity and input: ``request_id, input_ids, sampling_params, priority, arrival_time, user, cache_salt, deadline``
+    (seconds on the caller's clock; None: none), ``seed`` (64 bit) and ``choice``.
+
+    Progress: ``generated_ids`` are the committed output tokens; ``kv_tokens`` counts the tokens that have KV after
+    all issued plans; ``in_flight`` the samples that are issued and not committed; ``row`` is the sequence slot while
+    running (-1 otherwise). ``len(block_table) == ceil(kv_tokens / block_size)`` while running.
+    """
+
+    __slots__ = (
+        "arrival_seq",
+        "arrival_time",
+        "block_table",
+        "cache_salt",
+        "cached_tokens",
+        "child_of",
+        "children",
+        "choice",
+        "deadline",
+        "error",
+        "finish_reason",
+        "finish_time",
+        "first_scheduled_time",
+        "first_token_time",
+        "generated_ids",
+        "group_size",
+        "history",
+        "in_flight",
+        "input_ids",
+        "kv_tokens",
+        "max_tokens",
+        "num_preemptions",
+        "order_key",
+        "prefill_target",
+        "priority",
+        "prompt_len",
+        "published",
+        "recomputed_tokens",
+        "request_id",
+        "row",
+        "samples_left",
+        "sampling_params",
+        "seed",
+        "slot_base",
+        "started",
+        "state",
+        "stop_ids",
+        "swap_slots",
+        "user",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        input_ids: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        user: str = "",
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        seed: int = 0,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        self.request_id = request_id
+        self.input_ids = list(input_ids)
+        self.prompt_len = len(self.input_ids)
+        self.sampling_params = params
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.arrival_seq = -1
+        """Number in the order of first arrival; given by the scheduler at submit, kept through preemptions."""
+        self.user = user
+        self.cache_salt = cache_salt or None
+        self.deadline = deadline
+        self.seed = seed
+        self.choice = 0
+        self.stop_ids: frozenset[int] = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        )
+
+        self.state = RequestState.WAITING
+        self.generated_ids: list[int] = []
+        self.block_table: list[int] = []
+        self.swap_slots: list[int] = []
+        self.kv_tokens = 0
+        self.in_flight = 0
+        self.max_tokens = params.max_tokens if params.max_tokens is not None else 16
+        self.samples_left = self.max_tokens
+        """Samples that may still be issued before the length limit; -1 per issued sampling row."""
+        self.prefill_target = self.prompt_len
+        """Tokens to have in KV before the next sample: the prompt, or on a rebuild prompt + generated."""
+        self.row = -1
+        self.slot_base = 0
+        """KV slot of the last block's first token: block_table[-1] * block_size."""
+        self.published: list[CachedBlock] = []
+        """The chain of prefix-cache entries for this sequence's first full blocks (hits and own publications)."""
+        self.group_size = params.n
+        self.children: list[Request] = []
+        self.child_of: Request | None = None
+
+        self.order_key: tuple = ()
+        self.started = False
+        self.cached_tokens = 0
+        self.recomputed_tokens = 0
+        self.num_preemptions = 0
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.history: list[Transition] = [Transition(arrival_time, -1, RequestState.WAITING, "submitted")]
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens: prompt and output."""
+        return self.prompt_len + len(self.generated_ids)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the request is finished, cancelled or failed."""
+        return self.state in ENDED
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Committed token ids of positions [start, end)."""
+        n = self.prompt_len
+        if end <= n:
+            return self.input_ids[start:end]
+        if start >= n:
+            return self.generated_ids[start - n : end - n]
+        return self.input_ids[start:] + self.generated_ids[: end - n]
+
+    def transition(self, state: RequestState, now: float, step: int, reason: str) -> None:
+        """Change into `state`; raises :class:`IllegalTransitionError` if it may not follow the present one."""
+        if state not in LEGAL_TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"request {self.request_id}: {self.state.value} -> {state.value} ({reason})")
+        self.state = state
+        self.history.append(Transition(now, step, state, reason))
+
+    def fork(self, choice: int) -> Request:
+        """A child of this group parent for choice `choice`, without KV; the scheduler gives it row and blocks."""
+        child = Request(
+            f"{self.request_id}#{choice}",
+            self.input_ids,
+            self.sampling_params,
+            priority=self.priority,
+            arrival_time=self.arrival_time,
+            user=self.user,
+            cache_salt=self.cache_salt,
+            deadline=self.deadline,
+            seed=self.seed,
+        )
+        child.input_ids = self.input_ids
+        child.choice = choice
+        child.stop_ids = self.stop_ids
+        child.arrival_seq = self.arrival_seq
+        child.max_tokens = self.max_tokens
+        child.samples_left = self.samples_left
+        child.child_of = self
+        child.group_size = 1
+        return child
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.state.value}, prompt={self.prompt_len}, "
+            f"generated={len(self.generated_ids)}, kv={self.kv_tokens}, blocks={len(self.block_table)})"
+        )
