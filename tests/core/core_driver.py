@@ -108,6 +108,7 @@ class Driver:
         """Step until nothing is live; fails if that takes more than `max_steps`."""
         for _ in range(max_steps):
             if not self.scheduler.has_live_requests and not self.in_flight:
+                self.collect(self.scheduler.take_events())
                 return
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.live_requests}")

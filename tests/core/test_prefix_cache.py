@@ -192,9 +192,7 @@ def test_quarantined_entries_are_not_hit():
     assert len(cache.match(make_request("b", list(range(9))), 2)) == 2
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=12), st.integers(0, 10**6)
-)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=12), st.integers(0, 10**6))
 def test_hits_are_exactly_the_longest_cached_prefix(prompts, released):
     """Against a plain model: the set of all published prefixes (no eviction in a large pool)."""
     cache, blocks = setup(num_blocks=200)
