@@ -49,6 +49,10 @@ class PromptTooLongError(RequestError):
         self.max_model_len = max_model_len
 
 
+class ChatTemplateError(RequestError):
+    """A chat could not be rendered: no template, a template that fails, or one that refuses the messages."""
+
+
 class DuplicateRequestError(RequestError):
     """A live request already has this id."""
 

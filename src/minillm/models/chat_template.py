@@ -1,0 +1,319 @@
+"""Chat templates: rendering messages to a prompt, and keeping control tokens in them apart.
+
+The Jinja environment is set up as Hugging Face's, so a template prints here what it prints there.
+
+A message can spell a control token ("<|im_end|>"). If that text were parsed, whoever wrote it could forge a turn. So
+before rendering, a *mark* (a private-use character that occurs nowhere in the input) is put behind the first character
+of every control text in messages, tools and template arguments: the template still sees nearly the same text, may
+trim, split or serialise it, and every control text in the result that holds no mark is the template's own. Marks are
+removed after the result has been cut at those.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.core.errors import ChatTemplateError, ConfigError, InvalidParameterError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_MARKS = [chr(code) for code in range(0xE000, 0xF900)]
+_MAX_MESSAGE_IN_ERROR = 300
+
+
+class ControlTextGuard:
+    """Puts marks into text so that no control text of a given set can be read out of it."""
+
+    def __init__(self, control_texts: Iterable[str]) -> None:
+        # A control text of one character cannot be broken up.
+        texts = sorted({text for text in control_texts if len(text) > 1}, key=lambda text: (-len(text), text))
+        alternatives = "|".join(map(re.escape, texts)) or "(?!)"
+        self.pattern = re.compile(alternatives)
+        self._anywhere = re.compile(f"(?={alternatives})")
+        self._heads = {text[:n] for text in texts for n in range(1, len(text))}
+        self._tails = {text[-n:] for text in texts for n in range(1, len(text))}
+        self._longest = max(map(len, texts), default=0)
+
+    def cuts(self, text: str) -> list[int]:
+        """Positions behind the first character of every control text, overlapping ones too."""
+        return [m.start() + 1 for m in self._anywhere.finditer(text)] if self.pattern.search(text) else []
+
+    def protect(self, value: Any, mark: str) -> Any:
+        """The value with every string in it, however deep, marked."""
+        if isinstance(value, str):
+            return self._protect_text(value, mark)
+        if isinstance(value, Mapping):
+            return {self._protect_text(key, mark): self.protect(item, mark) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.protect(item, mark) for item in value]
+        return value
+
+    def _protect_text(self, text: str, mark: str) -> str:
+        if not isinstance(text, str) or not text:
+            return text
+        cuts = set(self.cuts(text))
+        # The text's ends could complete a control text together with what the template prints around it.
+        end, start = len(text.rstrip()), len(text) - len(text.lstrip())
+        if any(text[max(0, end - n) : end] in self._heads for n in range(1, self._longest)):
+            cuts.add(end)
+        if any(text[start : start + n] in self._tails for n in range(1, self._longest)):
+            cuts.add(start)
+        if not cuts:
+            return text
+        bounds = [0, *sorted(cuts), len(text)]
+        return mark.join(text[a:b] for a, b in itertools.pairwise(bounds))
+
+
+def load_chat_template(value: str) -> str:
+    """The template text for a `--chat-template` value: the path of a file, or the template itself.
+
+    Raises :class:`ConfigError` if it is neither.
+    """
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"chat_template={value!r} is neither a readable file nor a Jinja template: {error}") from None
+
+
+def select_template(templates: Mapping[str, str], has_tools: bool, source: str) -> str:
+    """The model's template: `tool_use` for chats with tools where there is one, else `default`."""
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
+    if len(templates) == 1:
+        return next(iter(templates.values()))
+    named = f" (it has templates named {', '.join(templates)}, none of them default)" if templates else ""
+    raise ChatTemplateError(
+        f"{source} has no chat template{named}; pass one with chat_template= or --chat-template FILE, "
+        "or send a plain prompt"
+    )
+
+
+def validate_messages(messages: object) -> list[dict[str, Any]]:
+    """A copy of the messages in the form that templates expect.
+
+    Each must be a mapping with a string `role` and a `content` that is a string or a list of text parts (joined by
+    newlines, as vLLM does); null only where there are `tool_calls`. Keys whose value is None are dropped, as in
+    Hugging Face. Raises :class:`InvalidParameterError` naming the message and field.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidParameterError("messages", type(messages).__name__, "it must be a list of messages")
+    if not messages:
+        raise InvalidParameterError("messages", [], "at least 1 message is needed")
+    return [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _validate_message(message: object, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParameterError(name, type(message).__name__, "it must be an object with role and content")
+    result = {key: value for key, value in message.items() if value is not None}
+    role = result.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidParameterError(f"{name}.role", role, "it must be a non-empty string")
+    content = result.get("content")
+    if isinstance(content, list | tuple):
+        result["content"] = "\n".join(_text_of_part(part, f"{name}.content[{i}]") for i, part in enumerate(content))
+    elif content is None:
+        if not result.get("tool_calls"):
+            raise InvalidParameterError(f"{name}.content", None, "it must be a string (null only with tool_calls)")
+    elif not isinstance(content, str):
+        raise InvalidParameterError(f"{name}.content", type(content).__name__, "it must be a string or text parts")
+    return result
+
+
+def _text_of_part(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidParameterError(name, kind, "only parts of type 'text' are supported")
+
+
+def _with_argument_objects(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Tool-call arguments as objects: OpenAI sends them as JSON strings, most templates serialise an object.
+
+    Templates that handle strings themselves get what was sent.
+    """
+    if "arguments is string" in template:
+        return messages
+    return [
+        {**message, "tool_calls": [_with_argument_object(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _with_argument_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def render_chat(
+    template: str,
+    messages: object,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    guard: ControlTextGuard | None = None,
+) -> tuple[str, str | None]:
+    """Render a chat; (text, mark), where mark is None if nothing had to be marked.
+
+    ``variables``: what the template may name besides (`bos_token` ...); ``arguments``: the request's own additions,
+    which take precedence. ``continue_final_message`` ends the text with the last message's content, so that the
+    model goes on with it. Raises :class:`ChatTemplateError` or :class:`InvalidParameterError`.
+    """
+    chat = _with_argument_objects(validate_messages(messages), template)
+    if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidParameterError("tools", type(tools).__name__, "it must be a list of objects")
+    if continue_final_message and (add_generation_prompt or not isinstance(chat[-1].get("content"), str)):
+        rule = "it needs add_generation_prompt=False and a last message with text content"
+        raise InvalidParameterError("continue_final_message", True, rule)
+    given = {"messages": chat, "tools": None if tools is None else list(tools), **(arguments or {})}
+    mark = None
+    if guard is not None:
+        given, mark = _marked(given, template, guard)
+    text = _render(template, {**(variables or {}), "add_generation_prompt": add_generation_prompt, **given})
+    if mark is not None:
+        text = text.replace(f"\\u{ord(mark):04x}", mark)  # a template may serialise to ASCII
+    if continue_final_message:
+        text = _cut_after(text, given["messages"][-1]["content"])
+    return text, (mark if mark is not None and mark in text else None)
+
+
+def _marked(given: dict[str, Any], template: str, guard: ControlTextGuard) -> tuple[dict[str, Any], str | None]:
+    """Everything a client sent, marked, and the mark; unchanged and None if there is nothing to mark."""
+    probe = "\0"
+    marked = guard.protect(given, probe)
+    if marked == given:
+        return given, None
+    seen = repr(given) + template
+    mark = next(mark for mark in _MARKS if mark not in seen and f"\\u{ord(mark):04x}" not in seen)
+    return guard.protect(given, mark), mark
+
+
+def _cut_after(text: str, content: str) -> str:
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise ChatTemplateError("continue_final_message: the chat template does not print the last message's content")
+    whole = text[at : at + len(content)] == content
+    return text[: at + len(content if whole else content.strip())]
+
+
+def _render(template: str, context: dict[str, Any]) -> str:
+    from jinja2.exceptions import TemplateError, UndefinedError
+
+    compiled = _compile(template)
+    try:
+        try:
+            return compiled.render(context)
+        except (UndefinedError, TypeError):
+            # A template that concatenates content cannot do with the missing content of a tool call.
+            if all("content" in message for message in context["messages"]):
+                raise
+            filled = [{"content": "", **message} for message in context["messages"]]
+            return compiled.render({**context, "messages": filled})
+    except TemplateError as error:
+        raise ChatTemplateError(f"chat template: {_one_line(error.message or type(error).__name__)}") from error
+    except RecursionError as error:
+        raise ChatTemplateError("chat template: it recurses without end") from error
+    except Exception as error:
+        # Templates are programs from outside: any failure of theirs is the request's, not the engine's.
+        raise ChatTemplateError(f"chat template: {type(error).__name__}: {_one_line(str(error))}") from error
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_MESSAGE_IN_ERROR else line[:_MAX_MESSAGE_IN_ERROR] + "..."
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(template: str) -> Template:
+    from jinja2.exceptions import TemplateSyntaxError
+
+    try:
+        return _environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"chat template: syntax error in line {error.lineno}: {_one_line(error.message or '')}"
+        ) from error
+
+
+@functools.cache
+def _environment() -> Any:
+    """The sandbox that Hugging Face renders chat templates in (transformers/utils/chat_template_utils.py)."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class GenerationBlock(Extension):
+        """`{% generation %}` marks what a model wrote, for training; here its body is simply printed."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Scope:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class SafeNamespace(Namespace):
+        """A namespace without underscored names, through which templates could reach Python's internals."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *rest = args
+            attributes = dict(*rest, **kwargs)
+            for name in attributes:
+                _refuse_underscore(name)
+            Namespace.__init__(self, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _refuse_underscore(name)
+            Namespace.__setitem__(self, name, value)
+
+    def _refuse_underscore(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace must not have an attribute {name!r}")
+
+    def raise_exception(message: object) -> None:
+        raise TemplateError(str(message))
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["namespace"] = SafeNamespace
+    return environment

@@ -1,0 +1,95 @@
+"""Token ids against those of llama.cpp, for the vocabularies at hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from minillm.models.tokenizer import Tokenizer, load_tokenizer
+
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+
+def find_builtin_gguf() -> Path | None:
+    """The built-in model's file, where an earlier run has fetched it."""
+    cache = Path(os.environ.get("MINILLM_CACHE", Path.home() / ".cache" / "minillm"))
+    return next(iter(sorted(cache.rglob("SmolLM2-135M-Instruct.Q4_1.gguf"))), None)
+
+
+@pytest.fixture(scope="module")
+def builtin_tokenizer() -> Tokenizer:
+    path = find_builtin_gguf()
+    if path is None:
+        pytest.skip("the built-in model is not in the cache yet")
+    return load_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def vector_tokenizers(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = shared_data / "tokenizers"
+    qwen = tmp_path_factory.mktemp("qwen3")
+    (qwen / "tokenizer.json").write_bytes(gzip.decompress((folder / "qwen3_tokenizer.json.gz").read_bytes()))
+    shutil.copy(folder / "qwen3_tokenizer_config.json", qwen / "tokenizer_config.json")
+    return {
+        "gpt-2": load_tokenizer(folder / "ggml-vocab-gpt-2.gguf"),
+        "phi-3": load_tokenizer(folder / "ggml-vocab-phi-3.gguf"),
+        "qwen2": load_tokenizer(qwen),
+    }
+
+
+def read_vectors(shared_data: Path, name: str) -> list[tuple[str, list[int]]]:
+    stem = shared_data / "tokenizers" / "llamacpp_vectors" / f"ggml-vocab-{name}.gguf"
+    texts = Path(f"{stem}.inp").read_bytes().decode().split(SEPARATOR)
+    rows = Path(f"{stem}.out").read_text().split("\n")
+    return [(text, [int(i) for i in row.split()]) for text, row in zip(texts, rows, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "phi-3", "qwen2"])
+def test_ids_equal_llamacpp_and_decode_back(
+    shared_data: Path, vector_tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    tokenizer = vector_tokenizers[name]
+    vectors = read_vectors(shared_data, name)
+    assert len(vectors) >= 46
+    for text, ids in vectors:
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.integration
+def test_builtin_model_ids_equal_llamacpp_and_decode_back(shared_data: Path, builtin_tokenizer: Tokenizer) -> None:
+    lines = (shared_data / "tokenizers" / "smollm2_llamacpp_vectors.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 83
+    for line in lines:
+        row = json.loads(line)
+        assert builtin_tokenizer.encode(row["text"], add_special_tokens=False) == row["ids"], row["text"]
+        assert builtin_tokenizer.decode(row["ids"], skip_special_tokens=False) == row["text"]
+
+
+@pytest.mark.integration
+def test_builtin_model_digits_and_numerals_are_split_one_by_one(builtin_tokenizer: Tokenizer) -> None:
+    """The pre-tokenizer named `smollm` isolates every numeral, also after white space and outside 0-9."""
+    for text, pieces in [("a 12", ["a", "Ġ", "1", "2"]), ("\t7", ["ĉ", "7"])]:
+        ids = builtin_tokenizer.encode(text, add_special_tokens=False)
+        assert [builtin_tokenizer.id_to_piece(i) for i in ids] == pieces
+    joined = builtin_tokenizer.encode("②③", add_special_tokens=False)
+    assert joined == builtin_tokenizer.encode("②", False) + builtin_tokenizer.encode("③", False)
+
+
+@pytest.mark.integration
+def test_builtin_model_loads_in_under_a_second() -> None:
+    path = find_builtin_gguf()
+    if path is None:
+        pytest.skip("the built-in model is not in the cache yet")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        load_tokenizer(path).encode("warm")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.0
