@@ -21,7 +21,9 @@ class StaticScheduler(ContinuousScheduler):
         return self._make_room_for_decodes(draft, now)
 
     def _admit(self, draft: Draft, now: float) -> None:
-        if not self.running and not self._in_flight:
+        if self.blocks.num_quarantined:
+            return  # the last batch's blocks come back with the plan in flight
+        if not self.running:
             self._forming = True
         while self._forming and (head := self.waiting.head()) is not None:
             if draft.budget <= 0:
