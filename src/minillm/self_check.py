@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from minillm.engine.runtime import Runtime
 
 MODEL = "smollm2-135m"
-NEW_TOKENS = 24
+NEW_TOKENS = 16
+MAX_MODEL_LEN = 256
 CHUNK_BUDGET = 64
 BLOCK_SIZE = 16
-POOL_BLOCKS = 10
-"""A prompt and its answer take 4 to 6 blocks: two of the eight fit at once, and not to their end."""
+POOL_BLOCKS = 26
+"""All eight prompts fit (3 blocks each), but not their answers (a fourth block each)."""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -69,6 +70,13 @@ class Result:
         return self.differing == 0 and not self.problem
 
 
+_COMMON = {
+    "dtype": "float32",
+    "max_model_len": MAX_MODEL_LEN,
+    "block_size": BLOCK_SIZE,
+    "enable_prefix_caching": False,
+    "check_invariants": True,
+}
 _SMALL_POOL = {"num_gpu_blocks_override": POOL_BLOCKS, "swap_space": 0.25, "max_num_seqs": len(QUESTIONS)}
 
 WAYS = (
@@ -107,8 +115,8 @@ def load_prompts() -> list[list[int]]:
 def _run(way: Way, prompts: Sequence[list[int]], reference: list[list[int]]) -> tuple[Result, list[list[int]]]:
     from minillm.engine.runtime import Runtime
 
-    options = {"enable_prefix_caching": False, "block_size": BLOCK_SIZE, "check_invariants": True, **way.options}
-    with Runtime(EngineConfig(model=MODEL, dtype="float32", **options)) as runtime:
+    options = {**_COMMON, **way.options}
+    with Runtime(EngineConfig(model=MODEL, **options)) as runtime:
         start = time.perf_counter()
         for _ in range(way.passes):
             outputs = _generate(runtime, prompts, way.one_by_one)

@@ -23,7 +23,7 @@ def build_llama(decoder: Decoder, dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = decoder.config
-    if config.architecture != "LlamaForCausalLM" or config.rope.kind != "default":
+    if config.architecture != "llama" or config.rope.kind != "default":
         raise UnsupportedModelError(f"no baseline for {config.architecture} with {config.rope.kind} rope")
     model = LlamaForCausalLM(
         LlamaConfig(
