@@ -227,7 +227,7 @@ class Request:
     @property
     def is_ended(self) -> bool:
         """Whether the request is finished, cancelled or failed."""
-        return self.state in ENDED
+        return self.finish_reason is not None
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Committed token ids of positions [start, end)."""
