@@ -197,7 +197,7 @@ def test_bad_logit_bias_is_refused(bias: Any) -> None:
 
 def test_token_ids_are_checked_against_the_vocabulary() -> None:
     SamplingParams(logit_bias={99: 1.0}, stop_token_ids=[99]).check_token_ids(100)
-    with pytest.raises(InvalidParameterError, match="logit_bias=100 .*100 entries"):
+    with pytest.raises(InvalidParameterError, match=r"logit_bias=100 .*100 entries"):
         SamplingParams(logit_bias={3: 1.0, 100: 1.0}).check_token_ids(100)
     with pytest.raises(InvalidParameterError, match="stop_token_ids=999999"):
         SamplingParams(stop_token_ids=[3, 999999]).check_token_ids(100)

@@ -2,8 +2,8 @@
 
 Each sampling row passes, in this order: mask of ids without a token, logit_bias, min_tokens mask, allowed tokens
 (a grammar), penalties; then greedy choice, or temperature, min_p, top_k, top_p and one draw. Rows are split by what
-they need into at most five groups (greedy; few candidates; the whole vocabulary with top_k, with top_p, plain), each one
-batch of tensor operations; nothing loops over requests except to collect rare edits (logit_bias, min_tokens).
+they need into at most five groups (greedy; few candidates; the whole vocabulary with top_k, with top_p, plain), each
+one batch of tensor operations; nothing loops over requests except to collect rare edits (logit_bias, min_tokens).
 
 Randomness (DESIGN rule 7): the draw for output i of choice c inverts the row's cumulative distribution, in the order
 of token ids, at one Philox number of (seed, c, i). Together with the integer weights of `sampling_ops` the token is a
