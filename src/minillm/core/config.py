@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from minillm.core.errors import ConfigError
 
@@ -23,6 +24,7 @@ class SchedulerConfig:
       (p - q) * ageing_interval seconds after it.
     - ``max_preemptions``: at this many a request is chosen as a victim last.
     - ``max_waiting``: bound of the waiting queue; None is unbounded.
+    - ``user_weights``: share of each user under the `fair` policy; 1 where not given.
     """
 
     num_blocks: int
@@ -41,6 +43,7 @@ class SchedulerConfig:
     ageing_interval: float | None = None
     max_preemptions: int = 8
     max_waiting: int | None = None
+    user_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -56,9 +59,13 @@ class SchedulerConfig:
                 raise ConfigError(f"{name}={value} must be at least {least}, or None")
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r} must be one of {', '.join(PREEMPTION_MODES)}")
+        for user, weight in self.user_weights.items():
+            if not weight > 0:
+                raise ConfigError(f"user_weights[{user!r}]={weight} must be more than 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}"
             )
 
     @property

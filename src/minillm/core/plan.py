@@ -16,8 +16,10 @@ parent's last chunk is sampled once per choice, into the row of each choice). ``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from minillm.core.sampling_params import SamplingParams
@@ -104,7 +106,7 @@ class DecodeBatch:
 
     `token_ids[i]` is the input token, or -1: the token that the plan in flight samples for this row (the runner fills
     it in on the device). `kv_slots[i]` = block * block_size + offset is where its K and V go.
-    `request_ids` and `rows` may be shared between consecutive plans: treat every column as read-only.
+    Treat every column as read-only.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -198,7 +200,7 @@ class TokenEvent(NamedTuple):
     """One output token, delivered once and in order of `index`."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]
     token_id: int
     logprobs: TokenLogprobs | None = None
 
@@ -220,10 +222,50 @@ class PromptLogprobsEvent(NamedTuple):
 
 
 @dataclass(slots=True)
+class TokenColumns:
+    """Token events as parallel columns: a step of a thousand rows makes no object per token.
+
+    Iterating gives :class:`TokenEvent`. `logprobs` is aligned, or shorter where the rest has none.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return map(
+            TokenEvent,
+            self.request_ids,
+            self.indices,
+            self.token_ids,
+            chain(self.logprobs, repeat(None)),
+        )
+
+    def append(self, request_id: str, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Add one event."""
+        if logprobs is not None:
+            self.logprobs.extend(repeat(None, len(self.request_ids) - len(self.logprobs)))
+            self.logprobs.append(logprobs)
+        self.request_ids.append(request_id)
+        self.indices.append(index)
+        self.token_ids.append(token_id)
+
+    def extend(self, request_ids: list[str], indices: list[int], token_ids: list[int]) -> None:
+        """Add a batch of events without logprobs."""
+        self.request_ids.extend(request_ids)
+        self.indices.extend(indices)
+        self.token_ids.extend(token_ids)
+
+
+@dataclass(slots=True)
 class StepEvents:
     """What a commit (or a cancel, or an expiry found while scheduling) brought about."""
 
-    tokens: list[TokenEvent] = field(default_factory=list)
+    tokens: TokenColumns = field(default_factory=TokenColumns)
     finished: list[FinishEvent] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobsEvent] = field(default_factory=list)
     discarded_rows: int = 0

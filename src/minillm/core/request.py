@@ -10,7 +10,8 @@ from minillm.core.errors import IllegalTransitionError
 from minillm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minillm.core.prefix_cache import CachedBlock
+    from minillm.core.decode_set import DecodeSet
+    from minillm.core.prefix_cache import BlockKey, CachedBlock
 
 
 class RequestState(Enum):
@@ -53,6 +54,22 @@ class Transition(NamedTuple):
     reason: str
 
 
+class EndedRequest(NamedTuple):
+    """What is kept of an ended request, so that it can still be explained: its tokens are not."""
+
+    request_id: str
+    state: RequestState
+    finish_reason: str | None
+    error: str | None
+    arrival_time: float
+    prompt_len: int
+    cached_tokens: int
+    num_generated: int
+    num_preemptions: int
+    history: list[Transition]
+    children: tuple[str, ...]
+
+
 class Request:
     """One sequence. ``n > 1`` is a group: a parent and ``n - 1`` children that fork from it after its prefill.
 
@@ -60,13 +77,18 @@ class Request:
     (seconds on the caller's clock; None: none), ``seed`` (64 bit) and ``choice``.
 
     Progress: ``generated_ids`` are the committed output tokens; ``kv_tokens`` counts the tokens that have KV after
-    all issued plans; ``in_flight`` the samples that are issued and not committed; ``row`` is the sequence slot while
-    running (-1 otherwise). ``len(block_table) == ceil(kv_tokens / block_size)`` while running.
+    all issued plans; ``row`` is the sequence slot while running (-1 otherwise).
+    ``len(block_table) == ceil(kv_tokens / block_size)`` while running.
+
+    Positions and output indices: the row that computes position p samples output p - prompt_len + 1, so nothing
+    else needs counting to know what is in flight.
     """
 
     __slots__ = (
+        "_kv_tokens",
         "arrival_seq",
         "arrival_time",
+        "block_keys",
         "block_table",
         "cache_salt",
         "cached_tokens",
@@ -74,6 +96,8 @@ class Request:
         "children",
         "choice",
         "deadline",
+        "decode_index",
+        "decode_set",
         "error",
         "finish_reason",
         "finish_time",
@@ -82,23 +106,22 @@ class Request:
         "generated_ids",
         "group_size",
         "history",
-        "in_flight",
         "input_ids",
-        "kv_tokens",
+        "last_position",
         "max_tokens",
         "num_preemptions",
         "order_key",
+        "pending_fork",
         "prefill_target",
         "priority",
         "prompt_len",
+        "prompt_scored",
         "published",
         "recomputed_tokens",
         "request_id",
         "row",
-        "samples_left",
         "sampling_params",
         "seed",
-        "slot_base",
         "started",
         "state",
         "stop_ids",
@@ -140,25 +163,34 @@ class Request:
 
         self.state = RequestState.WAITING
         self.generated_ids: list[int] = []
+        """Changed in place only: the decode set and plans in flight append to this very list."""
         self.block_table: list[int] = []
         self.swap_slots: list[int] = []
-        self.kv_tokens = 0
-        self.in_flight = 0
-        self.max_tokens = params.max_tokens if params.max_tokens is not None else 16
-        self.samples_left = self.max_tokens
-        """Samples that may still be issued before the length limit; -1 per issued sampling row."""
+        self._kv_tokens = 0
+        self.decode_set: DecodeSet | None = None
+        self.decode_index = -1
+        """Place in the columns of `decode_set` while decoding."""
+        self.max_tokens = params.max_tokens
+        """Output limit; None until the scheduler sets it at submit to what is left of the context."""
+        self.last_position = 0
+        """The position whose sample is the last one under `max_tokens`; set at submit."""
         self.prefill_target = self.prompt_len
         """Tokens to have in KV before the next sample: the prompt, or on a rebuild prompt + generated."""
         self.row = -1
-        self.slot_base = 0
-        """KV slot of the last block's first token: block_table[-1] * block_size."""
         self.published: list[CachedBlock] = []
         """The chain of prefix-cache entries for this sequence's first full blocks (hits and own publications)."""
+        self.block_keys: list[BlockKey] = []
+        """Prefix-cache keys of the first full blocks, computed once."""
+        self.prompt_scored = 0
+        """Prompt positions whose logprobs were delivered (position 0 has none and counts)."""
         self.group_size = params.n
+        self.pending_fork = params.n > 1
+        """Whether this is a group parent whose children have not forked yet."""
         self.children: list[Request] = []
         self.child_of: Request | None = None
 
         self.order_key: tuple = ()
+        """Place in the total order (smaller runs first); maintained by the waiting queue's policy."""
         self.started = False
         self.cached_tokens = 0
         self.recomputed_tokens = 0
@@ -171,14 +203,31 @@ class Request:
         self.history: list[Transition] = [Transition(arrival_time, -1, RequestState.WAITING, "submitted")]
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that have KV after all issued plans. While decoding it lives in the decode set's columns."""
+        return self._kv_tokens if self.decode_set is None else self.decode_set.positions[self.decode_index]
+
+    @kv_tokens.setter
+    def kv_tokens(self, value: int) -> None:
+        assert self.decode_set is None, "a decoding request advances with its decode set"
+        self._kv_tokens = value
+
+    @property
     def num_tokens(self) -> int:
         """Committed tokens: prompt and output."""
         return self.prompt_len + len(self.generated_ids)
 
     @property
+    def members(self) -> list[Request]:
+        """The sequences that this one's prefill serves: itself and, until they fork, its live children."""
+        if not self.pending_fork:
+            return [self]
+        return [self, *(child for child in self.children if not child.is_ended)]
+
+    @property
     def is_ended(self) -> bool:
         """Whether the request is finished, cancelled or failed."""
-        return self.state in ENDED
+        return self.finish_reason is not None
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Committed token ids of positions [start, end)."""
@@ -214,10 +263,27 @@ class Request:
         child.stop_ids = self.stop_ids
         child.arrival_seq = self.arrival_seq
         child.max_tokens = self.max_tokens
-        child.samples_left = self.samples_left
+        child.last_position = self.last_position
         child.child_of = self
         child.group_size = 1
+        child.pending_fork = False
         return child
+
+    def ended(self) -> EndedRequest:
+        """The record that outlives the request."""
+        return EndedRequest(
+            request_id=self.request_id,
+            state=self.state,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            arrival_time=self.arrival_time,
+            prompt_len=self.prompt_len,
+            cached_tokens=self.cached_tokens,
+            num_generated=len(self.generated_ids),
+            num_preemptions=self.num_preemptions,
+            history=self.history,
+            children=tuple(child.request_id for child in self.children),
+        )
 
     def __repr__(self) -> str:
         return (

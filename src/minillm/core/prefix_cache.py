@@ -1,0 +1,275 @@
+"""Prefix cache: full KV blocks, found again by the tokens that lead up to them.
+
+A block's key is a digest chain: BLAKE2b-128 over the parent's digest and the block's token ids in fixed width; the
+chain starts from tagged extra keys (the cache salt today), so equal tokens under different salts never meet. A digest
+only finds the candidate: a hit also needs equal token bytes and the *same parent entry*, so by induction the whole
+prefix is compared and not even a constant hash function can mix up two prefixes.
+
+Entries form a forest. An entry whose block nobody references is *evictable*; eviction takes the least recently used
+leaf, so a prefix outlives its extensions. The cache never owns a reference: :class:`KVBlockManager` counts them and
+tells the cache when a block's count falls to zero or rises from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from minillm.core.request import Request
+
+ExtraKeys = tuple[tuple[str, str], ...]
+"""Tagged keys that must be equal for two prefixes to be shared, e.g. (("salt", "a"),)."""
+
+HashFunction = Callable[[bytes, bytes], bytes]
+"""(parent digest, the block's token ids as little-endian int32) -> digest."""
+
+
+def chain_digest(parent: bytes, token_bytes: bytes) -> bytes:
+    """The default hash function: 128 bits of BLAKE2b over parent digest and token ids."""
+    return blake2b(parent + token_bytes, digest_size=16).digest()
+
+
+def extra_keys(request: Request) -> bytes:
+    """The tagged extra keys of a request, as bytes: the salt today. An empty salt is the same as none."""
+    tagged: ExtraKeys = (("salt", request.cache_salt),) if request.cache_salt else ()
+    return repr(tagged).encode()
+
+
+class BlockKey(NamedTuple):
+    """What a full block is looked up by."""
+
+    digest: bytes
+    token_bytes: bytes
+
+
+class CachedBlock:
+    """One cached full block, or the root of a salt's forest (block -1)."""
+
+    __slots__ = ("block", "dead", "key", "last_used", "num_children", "parent", "quarantined", "referenced")
+
+    def __init__(self, key: BlockKey, parent: CachedBlock | None, block: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.block = block
+        self.num_children = 0
+        self.last_used = 0
+        self.referenced = True
+        self.quarantined = False
+        self.dead = False
+
+    @property
+    def evictable(self) -> bool:
+        """Cached, and nobody holds the block."""
+        return not (self.referenced or self.quarantined or self.dead)
+
+
+@dataclass(slots=True)
+class PrefixCacheCounters:
+    """Block counts since the start: looked up and found, looked up and missed, published, evicted."""
+
+    hits: int = 0
+    misses: int = 0
+    published: int = 0
+    evictions: int = 0
+
+
+class PrefixCache:
+    """Index of full blocks by prefix (see the module's text)."""
+
+    def __init__(self, block_size: int, *, enabled: bool = True, hash_fn: HashFunction = chain_digest) -> None:
+        self.block_size = block_size
+        self.enabled = enabled
+        self.counters = PrefixCacheCounters()
+        self._hash_fn = hash_fn
+        self._index: dict[bytes, CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._roots: dict[bytes, CachedBlock] = {}
+        self._leaves: list[tuple[int, int, CachedBlock]] = []
+        """Heap of (last_used, tie, entry); an entry that is no longer an evictable leaf of that age is stale."""
+        self._clock = 0
+        self.num_evictable = 0
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def entries(self) -> dict[int, CachedBlock]:
+        """Cached entries by block id (read only; for checks and displays)."""
+        return self._by_block
+
+    def entry_of(self, block: int) -> CachedBlock | None:
+        """The entry that is cached in this block."""
+        return self._by_block.get(block)
+
+    # -- keys ---------------------------------------------------------------------------------------------------
+
+    def extend_keys(self, request: Request, num_blocks: int) -> list[BlockKey]:
+        """The request's keys, computed once and kept, for at least its first `num_blocks` full blocks."""
+        keys = request.block_keys
+        size = self.block_size
+        while len(keys) < num_blocks:
+            start = len(keys) * size
+            parent = keys[-1].digest if keys else self._root_digest(extra_keys(request))
+            token_bytes = array("i", request.token_ids(start, start + size)).tobytes()
+            keys.append(BlockKey(self._hash_fn(parent, token_bytes), token_bytes))
+        return keys
+
+    @staticmethod
+    def _root_digest(extra: bytes) -> bytes:
+        return blake2b(extra, digest_size=16).digest()
+
+    # -- match and publish --------------------------------------------------------------------------------------
+
+    def match(self, request: Request, max_blocks: int) -> list[CachedBlock]:
+        """The longest run of cached entries that are this request's first blocks, at most `max_blocks`.
+
+        Nothing is retained: the caller retains the blocks before it allocates anything.
+        """
+        found: list[CachedBlock] = []
+        parent = self._roots.get(extra_keys(request))
+        if parent is None:
+            return found
+        for i in range(max_blocks):
+            key = self.extend_keys(request, i + 1)[i]
+            entry = self._index.get(key.digest)
+            if (
+                entry is None
+                or entry.parent is not parent
+                or entry.key.token_bytes != key.token_bytes
+                or entry.quarantined
+            ):
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def publish(self, request: Request, block_index: int, block: int) -> None:
+        """Make the request's full block known. `request.published` is its chain so far, extended by the entry.
+
+        If the same prefix is cached in another block already, that entry joins the chain and this block stays
+        private. On a digest collision, or after the chain was broken by an eviction, nothing is published.
+        """
+        chain = request.published
+        if not self.enabled or len(chain) != block_index:
+            return
+        key = self.extend_keys(request, block_index + 1)[block_index]
+        parent = chain[-1] if chain else self._root(extra_keys(request))
+        if parent.dead:
+            return
+        entry = self._index.get(key.digest)
+        if entry is not None:
+            if entry.parent is parent and entry.key.token_bytes == key.token_bytes:
+                chain.append(entry)
+            return
+        entry = CachedBlock(key, parent, block)
+        parent.num_children += 1
+        self._index[key.digest] = entry
+        self._by_block[block] = entry
+        chain.append(entry)
+        self.counters.published += 1
+
+    def _root(self, extra: bytes) -> CachedBlock:
+        root = self._roots.get(extra)
+        if root is None:
+            root = self._roots[extra] = CachedBlock(BlockKey(self._root_digest(extra), extra), None, -1)
+        return root
+
+    # -- references come and go (called by KVBlockManager) ------------------------------------------------------
+
+    def on_referenced(self, entry: CachedBlock) -> None:
+        """The block's count rose from zero."""
+        entry.referenced = True
+        self.num_evictable -= 1
+
+    def on_quarantined(self, entry: CachedBlock) -> None:
+        """The block's count fell to zero while an issued plan names it: not evictable and not to be hit yet."""
+        entry.referenced = False
+        entry.quarantined = True
+
+    def on_unreferenced(self, entry: CachedBlock) -> None:
+        """Nobody holds the block any more: it is evictable from now on."""
+        entry.referenced = False
+        entry.quarantined = False
+        self._clock += 1
+        entry.last_used = self._clock
+        self.num_evictable += 1
+        if not entry.num_children:
+            self._push_leaf(entry)
+
+    def _push_leaf(self, entry: CachedBlock) -> None:
+        if len(self._leaves) > 2 * len(self._by_block) + 64:
+            self._leaves = [item for item in self._leaves if self._is_current(item)]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, (entry.last_used, entry.block, entry))
+
+    @staticmethod
+    def _is_current(item: tuple[int, int, CachedBlock]) -> bool:
+        entry = item[2]
+        return entry.last_used == item[0] and not entry.num_children and entry.evictable
+
+    # -- eviction -----------------------------------------------------------------------------------------------
+
+    def evict(self) -> list[int]:
+        """Drop the least recently used evictable leaf and return its block.
+
+        If every evictable entry has cached extensions that are in use (possible when two requests computed the same
+        prefix at the same time), the least recently used inner entry goes, with all that extends it; extensions
+        nobody holds come back as blocks too. The caller makes sure that something is evictable.
+        """
+        while self._leaves:
+            item = heapq.heappop(self._leaves)
+            if self._is_current(item):
+                self._forget(item[2])
+                return [item[2].block]
+        return self._evict_subtree(min((e for e in self._by_block.values() if e.evictable), key=lambda e: e.last_used))
+
+    def _forget(self, entry: CachedBlock) -> None:
+        """Take an entry without children out of the index."""
+        if entry.evictable:
+            self.num_evictable -= 1
+            self.counters.evictions += 1
+        entry.dead = True
+        del self._index[entry.key.digest]
+        del self._by_block[entry.block]
+        parent = entry.parent
+        assert parent is not None
+        parent.num_children -= 1
+        if not parent.num_children:
+            if parent.parent is None:
+                parent.dead = True
+                del self._roots[parent.key.token_bytes]
+            elif parent.evictable:
+                self._push_leaf(parent)
+
+    def _evict_subtree(self, top: CachedBlock) -> list[int]:
+        """Forget an inner entry and all that extends it; rare, so it looks through the whole index."""
+        doomed = {top}
+        grew = True
+        while grew:
+            below = {e for e in self._by_block.values() if e.parent in doomed and e not in doomed}
+            grew = bool(below)
+            doomed |= below
+        freed = [entry.block for entry in doomed if entry.evictable]
+        while doomed:
+            for entry in [e for e in doomed if not e.num_children]:
+                self._forget(entry)
+                doomed.discard(entry)
+        return sorted(freed)
+
+    def reset(self) -> list[int]:
+        """Forget everything; returns the blocks that were evictable. Blocks in use stay with their holders."""
+        freed = [entry.block for entry in self._by_block.values() if entry.evictable]
+        for entry in self._by_block.values():
+            entry.dead = True
+        for root in self._roots.values():
+            root.dead = True
+        self._index.clear()
+        self._by_block.clear()
+        self._roots.clear()
+        self._leaves.clear()
+        self.num_evictable = 0
+        return freed

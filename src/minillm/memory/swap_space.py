@@ -1,0 +1,163 @@
+"""The swap space: a bounded pool of KV block slots in host memory, and the copies between it and the device.
+
+One slot holds one block of all layers, contiguously (``host[slot, layer, k|v, kv_head, slot in block, head_dim]``), so
+that a swapped block is one long transfer. Which slot belongs to which request is the block manager's business.
+
+On a GPU the copies run on a stream of their own. Outgoing blocks are first gathered into a staging buffer on the
+device; the compute stream waits for that gather alone (microseconds), after which the blocks may be written again
+while the bus transfer still runs. Incoming blocks are transferred to staging, then scattered; the compute stream waits
+for the scatter. Both directions share one stream, so a slot is never read before the copy that filled it is done.
+On the CPU the copies are done when the call returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.core.errors import ConfigError
+from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache, lazy_zeros
+
+GIB = 1 << 30
+
+
+class SwapCopy:
+    """One batched copy: how many blocks and bytes, and (once done) how many seconds it took."""
+
+    def __init__(self, num_blocks: int, num_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_bytes = num_bytes
+        self._seconds = 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def done(self) -> bool:
+        """Whether the copy is finished."""
+        return self._events is None or self._events[1].query()
+
+    def seconds(self) -> float:
+        """Duration of the copy; waits for its end."""
+        if self._events is not None:
+            start, end = self._events
+            end.synchronize()
+            self._seconds = start.elapsed_time(end) / 1e3
+            self._events = None
+        return self._seconds
+
+
+class SwapSpace:
+    """`num_slots` block slots in host memory beside `cache`; page-locked if the cache is on a GPU and `pin_memory`."""
+
+    def __init__(self, cache: PagedKVCache, num_slots: int, *, pin_memory: bool = True) -> None:
+        if num_slots < 1:
+            raise ConfigError(f"num_slots={num_slots} must be at least 1; leave the swap space out to disable swapping")
+        spec = cache.spec
+        self.cache = cache
+        self.num_slots = num_slots
+        self.pinned = pin_memory and cache.device.type == "cuda"
+        shape = (num_slots, spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        try:
+            if self.pinned:
+                self._host = torch.empty(shape, dtype=spec.dtype, pin_memory=True)
+            else:
+                self._host = lazy_zeros(shape, spec.dtype)
+        except (MemoryError, RuntimeError) as error:
+            needed = num_slots * spec.bytes_per_block / GIB
+            how = "page-locked host memory (pin_memory=False does without)" if self.pinned else "host memory"
+            raise ConfigError(f"swap space of {needed:.2f} GiB does not fit {how}: {error}") from error
+        self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+
+    @staticmethod
+    def slots_within(spec: KVCacheSpec, gib: float) -> int:
+        """Block slots that fit `gib` GiB (0 disables swapping); raises :class:`ConfigError` if negative."""
+        if not gib >= 0:
+            raise ConfigError(f"swap_space={gib} GiB must not be negative")
+        return int(gib * GIB) // spec.bytes_per_block
+
+    def swap_out(self, blocks: Sequence[int], slots: Sequence[int]) -> SwapCopy:
+        """Copy device `blocks` to host `slots`, position by position, all layers in one call.
+
+        When it returns, work queued on the current stream may overwrite the blocks.
+        """
+        self._check(blocks, slots)
+        copy = SwapCopy(len(blocks), len(blocks) * self.cache.spec.bytes_per_block)
+        if not len(blocks):
+            return copy
+        if self._stream is None:
+            begin = time.perf_counter()
+            self._host.index_copy_(0, torch.tensor(slots), self._gather(torch.tensor(blocks)))
+            copy._seconds = time.perf_counter() - begin
+            return copy
+        compute = torch.cuda.current_stream(self.cache.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            start, end = _timing_events()
+            start.record()
+            staging = self._gather(torch.tensor(blocks).to(self.cache.device, non_blocking=True)).contiguous()
+            compute.wait_event(self._stream.record_event())
+            for first, slot, count in _runs(slots):
+                self._host[slot : slot + count].copy_(staging[first : first + count], non_blocking=True)
+            end.record()
+        copy._events = (start, end)
+        return copy
+
+    def swap_in(self, slots: Sequence[int], blocks: Sequence[int]) -> SwapCopy:
+        """Copy host `slots` to device `blocks`, position by position, all layers in one call.
+
+        When it returns, work queued on the current stream sees the blocks filled.
+        """
+        self._check(blocks, slots)
+        copy = SwapCopy(len(blocks), len(blocks) * self.cache.spec.bytes_per_block)
+        if not len(blocks):
+            return copy
+        if self._stream is None:
+            begin = time.perf_counter()
+            self._scatter(torch.tensor(blocks), self._host.index_select(0, torch.tensor(slots)))
+            copy._seconds = time.perf_counter() - begin
+            return copy
+        compute = torch.cuda.current_stream(self.cache.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            start, end = _timing_events()
+            start.record()
+            staging = torch.empty((len(slots), *self._host.shape[1:]), dtype=self._host.dtype, device=self.cache.device)
+            for first, slot, count in _runs(slots):
+                staging[first : first + count].copy_(self._host[slot : slot + count], non_blocking=True)
+            self._scatter(torch.tensor(blocks).to(self.cache.device, non_blocking=True), staging)
+            end.record()
+            compute.wait_event(end)
+        copy._events = (start, end)
+        return copy
+
+    def slot(self, index: int) -> Tensor:
+        """One slot's content [num_layers, 2, num_kv_heads, block_size, head_dim], a view."""
+        return self._host[index]
+
+    def _gather(self, blocks: Tensor) -> Tensor:
+        """Blocks of all layers as [n, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return self.cache.store.index_select(2, blocks).movedim(2, 0)
+
+    def _scatter(self, blocks: Tensor, pages: Tensor) -> None:
+        self.cache.store.index_copy_(2, blocks, pages.movedim(0, 2))
+
+    def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        if len(blocks) != len(slots):
+            raise ValueError(f"{len(blocks)} blocks and {len(slots)} swap slots do not match")
+        for name, ids, limit in (("block", blocks, self.cache.num_blocks), ("swap slot", slots, self.num_slots)):
+            if len(ids) and not 0 <= min(ids) <= max(ids) < limit:
+                raise IndexError(f"{name} ids {list(ids)} are not all in [0, {limit})")
+
+
+def _timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Maximal runs of consecutive ids as (position of the first, first id, count): one transfer each."""
+    first = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            yield first, ids[first], end - first
+            first = end
