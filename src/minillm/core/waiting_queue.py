@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from minillm.core.policies import QueueContext, QueuePolicy
 from minillm.core.request import Request
 
-
 MAX_IDLE_USERS = 16_384
 """Service counters that are kept for users without waiting requests; beyond it they are forgotten."""
 
