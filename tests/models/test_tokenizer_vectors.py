@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
+from minillm.models.pre_tokenizers import PRE_TOKENIZERS
 from minillm.models.tokenizer import Tokenizer, load_tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -60,6 +62,20 @@ def test_ids_equal_llamacpp_and_decode_back(
     for text, ids in vectors:
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    "name",
+    "gpt-2 llama-bpe qwen2 falcon starcoder refact command-r mpt deepseek-llm deepseek-coder".split(),  # noqa: SIM905
+)
+def test_no_text_is_split_into_more_pieces_than_llamacpp_has_ids(shared_data: Path, name: str) -> None:
+    """For the vocabularies that are not at hand: a piece takes at least one id."""
+    patterns = [Regex(pattern) for pattern in PRE_TOKENIZERS[name].patterns]
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated") for pattern in patterns])
+    for text, ids in read_vectors(shared_data, name):
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(text)]
+        assert "".join(pieces) == text
+        assert len(pieces) <= len(ids)
 
 
 @pytest.mark.integration

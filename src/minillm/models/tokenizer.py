@@ -382,11 +382,12 @@ def _decoding_rule(decoder: Mapping[str, Any]) -> tuple[TextMode, bool, bool]:
 
 def _without_first_space(splitter: Any) -> Any:
     """The same pre-tokenizer for text that something precedes: `prepend_scheme: first` becomes `never`."""
-    state = json.dumps(_component_state(splitter))
-    changed = state.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-    if changed == state:
+    state = _component_state(splitter)
+    text = json.dumps(state)
+    changed = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    if changed == text:
         return splitter
-    clone = pre_tokenizers.PreTokenizer.__new__(type(splitter))
+    clone = pre_tokenizers.Sequence([]) if state["type"] == "Sequence" else pre_tokenizers.Metaspace()
     clone.__setstate__(changed.encode())
     return clone
 

@@ -1,0 +1,274 @@
+"""The sampler: from a step's logits to its tokens, for any mixture of parameters at once.
+
+Each sampling row passes, in this order: mask of ids without a token, logit_bias, min_tokens mask, allowed tokens
+(a grammar), penalties; then greedy choice, or temperature, min_p, top_k, top_p and one draw. Rows are split by what
+they need into at most five groups (greedy; few candidates; the whole vocabulary with top_k, with top_p, plain), each
+one batch of tensor operations; nothing loops over requests except to collect rare edits (logit_bias, min_tokens).
+
+Randomness (DESIGN rule 7): the draw for output i of choice c inverts the row's cumulative distribution, in the order
+of token ids, at one Philox number of (seed, c, i). Together with the integer weights of `sampling_ops` the token is a
+pure function of the row's logits and (seed, c, i): not of batch mates, their order, or the slices work is done in.
+The alternative, an exponential race over V random numbers per row, would cost V Philox blocks per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.core.sampling_params import SamplingParams
+from minillm.runner.logprobs import LogprobTensors, compute_logprobs
+from minillm.runner.penalties import PenaltyState
+from minillm.runner.philox import UniformRows
+from minillm.runner.sampling_ops import DrawParams, draw_from_all, draw_from_top_k
+
+MAX_CANDIDATES = 256
+"""Up to this top_k the candidates are selected with torch.topk."""
+
+_MAX_INDEX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """What one call sampled. ``token_ids`` int64 [R] and ``failed`` bool [R] are on the device.
+
+    A failed row had no finite maximum (NaN or inf in its logits, or every token masked): its token is 0, a valid
+    id, so that a step already under way can embed it. ``logprobs`` scores the rows ``logprob_rows`` (positions in
+    the call) that asked for it; None if none did.
+    """
+
+    token_ids: Tensor
+    failed: Tensor
+    logprobs: LogprobTensors | None
+    logprob_rows: list[int]
+
+
+class SamplerState:
+    """Sampling parameters of each row (sequence slot), as host arrays, with the penalty counts on the device."""
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self.assigned = np.zeros(max_num_seqs, dtype=bool)
+        self.greedy = np.zeros(max_num_seqs, dtype=bool)
+        self.temperature = np.ones(max_num_seqs)
+        self.min_p = np.zeros(max_num_seqs)
+        self.top_p = np.ones(max_num_seqs)
+        self.top_k = np.full(max_num_seqs, vocab_size, dtype=np.int64)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.uniforms = UniformRows(max_num_seqs)
+        self.penalties = PenaltyState(max_num_seqs, vocab_size, self.device)
+        self.bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stop_ids: dict[int, Tensor] = {}
+
+    def assign(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        choice: int = 0,
+        prompt_ids: Sequence[int] = (),
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        """Give the row to a request, on admission, on resumption or as a fork; whatever it held before is dropped.
+
+        `output_ids` are the tokens generated so far: they count as output for penalties. Raises
+        InvalidParameterError if the parameters name an id outside the vocabulary.
+        """
+        params.check_token_ids(self.vocab_size)
+        self.release(row)
+        self.penalties.assign(row, params, prompt_ids, output_ids)
+        self.uniforms.assign(row, seed, choice)
+        self.greedy[row] = params.is_greedy or params.top_k == 1 or params.top_p == 0.0
+        self.temperature[row] = params.temperature
+        self.min_p[row] = params.min_p
+        self.top_p[row] = params.top_p
+        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self.device)
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
+            self.bias[row] = (ids, values)
+        stops = sorted({i for i in (*self._eos_token_ids, *params.stop_token_ids) if i < self.vocab_size})
+        self.min_tokens[row] = min(params.min_tokens, _MAX_INDEX) if stops else 0
+        if self.min_tokens[row]:
+            self.stop_ids[row] = torch.tensor(stops, dtype=torch.int64, device=self.device)
+        self.assigned[row] = True
+
+    def release(self, row: int) -> None:
+        """Drop what the row holds; idempotent."""
+        self.assigned[row] = False
+        self.penalties.release(row)
+        self.bias.pop(row, None)
+        self.stop_ids.pop(row, None)
+        self.min_tokens[row] = 0
+
+    def append(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Count `tokens` (int64 [R], on the device) as output of `rows`, each row at most once in a call."""
+        self.penalties.append(np.asarray(rows, dtype=np.int64), tokens)
+
+
+class Sampler:
+    """Samples a step's rows from their logits, by the parameters in its ``state``."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        eos_token_ids: Sequence[int] = (),
+        invalid_token_ids: Sequence[int] = (),
+    ) -> None:
+        """`vocab_size` is the width of the logits; `invalid_token_ids` are ids that stand for no token (padding)."""
+        self.state = SamplerState(max_num_seqs, vocab_size, device, eos_token_ids)
+        invalid = sorted(set(invalid_token_ids))
+        if invalid and not 0 <= invalid[0] <= invalid[-1] < vocab_size:
+            raise ValueError(f"invalid_token_ids {invalid[0]}..{invalid[-1]} outside the vocabulary of {vocab_size}")
+        self._first_padding = vocab_size
+        while invalid and invalid[-1] == self._first_padding - 1:
+            self._first_padding = invalid.pop()
+        self._invalid_ids = torch.tensor(invalid, dtype=torch.int64, device=device)
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], indices: Sequence[int], allowed: Tensor | None = None
+    ) -> SampleResult:
+        """Sample one token for each of R sampling rows.
+
+        ``logits`` float32 [R, V], left as they are but for invalid ids, which become -inf; ``rows``, the slot of each;
+        ``indices``, the output index that each samples. ``allowed``: which tokens may come, bool [R, V] or a bitmask
+        int32 [R, ceil(V / 32)] (bit i of word w is token 32 w + i). The same slot may come more than once.
+        """
+        row_array = np.asarray(rows, dtype=np.int64)
+        index_array = np.asarray(indices, dtype=np.int64)
+        self._check(logits, row_array, index_array)
+        if not len(row_array):
+            empty = torch.zeros(0, dtype=torch.int64, device=logits.device)
+            return SampleResult(empty, empty.bool(), None, [])
+        self._mask_invalid(logits)
+        work = self._edit(logits, row_array, index_array, allowed)
+        maxima, tokens = work.max(dim=-1)
+        failed = maxima.isfinite().logical_not_()
+        if work is not logits:
+            # An edit may hide a NaN or inf of the model behind its mask.
+            failed |= logits.amax(-1).isfinite().logical_not_()
+        if not self.state.greedy[row_array].all():
+            self._draw_random(work, maxima, failed, tokens, row_array, index_array)
+        tokens.masked_fill_(failed, 0)
+        asked = np.flatnonzero(self.state.num_logprobs[row_array] >= 0)
+        logprobs = None
+        if len(asked):
+            where = self._to_device(asked)
+            counts = self.state.num_logprobs[row_array[asked]].tolist()
+            logprobs = compute_logprobs(_take(logits, asked, where), tokens[where], counts)
+        return SampleResult(tokens, failed, logprobs, asked.tolist())
+
+    def score(self, logits: Tensor, next_ids: Tensor, num_top: int) -> LogprobTensors:
+        """Score a chunk of a prompt: row i of `logits` [R, V] predicts ``next_ids[i]``. For `prompt_logprobs`."""
+        self._mask_invalid(logits)
+        return compute_logprobs(logits, next_ids, [num_top] * len(next_ids))
+
+    def _check(self, logits: Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
+        expected = (len(rows), self.state.vocab_size)
+        if tuple(logits.shape) != expected or logits.dtype != torch.float32 or len(indices) != len(rows):
+            raise ValueError(
+                f"logits {tuple(logits.shape)} {logits.dtype} and {len(indices)} indices for {len(rows)} rows; "
+                f"float32 {expected} is needed"
+            )
+        if not self.state.assigned[rows].all():
+            raise ValueError(f"rows {rows[~self.state.assigned[rows]].tolist()} are not assigned")
+
+    def _mask_invalid(self, logits: Tensor) -> None:
+        if self._first_padding < self.state.vocab_size:
+            logits[:, self._first_padding :] = -torch.inf
+        if len(self._invalid_ids):
+            logits.index_fill_(-1, self._invalid_ids, -torch.inf)
+
+    def _edit(self, logits: Tensor, rows: np.ndarray, indices: np.ndarray, allowed: Tensor | None) -> Tensor:
+        """The logits after bias, masks and penalties: a copy, or `logits` itself where no row needs any."""
+        state = self.state
+        biased = [i for i, row in enumerate(rows.tolist()) if row in state.bias] if state.bias else []
+        held_back = np.flatnonzero(indices < state.min_tokens[rows])
+        penalised = state.penalties.active(rows)
+        if not (biased or len(held_back) or len(penalised) or allowed is not None):
+            return logits
+        work = logits.clone(memory_format=torch.contiguous_format)
+        flat = work.view(-1)
+        width = state.vocab_size
+        if biased:
+            ids = torch.cat([state.bias[int(rows[i])][0] + i * width for i in biased])
+            flat[ids] += torch.cat([state.bias[int(rows[i])][1] for i in biased])
+        if len(held_back):
+            flat[torch.cat([state.stop_ids[int(rows[i])] + i * width for i in held_back.tolist()])] = -torch.inf
+        if allowed is not None:
+            work.masked_fill_(_allowed_bits(allowed, width).logical_not(), -torch.inf)
+        if len(penalised):
+            state.penalties.apply(work, penalised, rows[penalised])
+        return work
+
+    def _draw_random(
+        self, work: Tensor, maxima: Tensor, failed: Tensor, tokens: Tensor, rows: np.ndarray, indices: np.ndarray
+    ) -> None:
+        """Overwrite `tokens` [R] at the rows that are not greedy."""
+        state = self.state
+        if work.device.type != "cpu" or failed.any():
+            # NaN must not reach the integer weights; a row of zeros is as good as any, its token is dropped.
+            work = work.masked_fill(failed[:, None], 0.0)
+            maxima = maxima.masked_fill(failed, 0.0)
+        random = ~state.greedy[rows]
+        by_rank = random & (state.top_k[rows] < state.vocab_size)
+        few = by_rank & (state.top_k[rows] <= MAX_CANDIDATES)
+        by_mass = random & ~by_rank & (state.top_p[rows] < 1.0)
+        uniforms = np.zeros(len(rows))
+        uniforms[random] = state.uniforms.take(rows[random], indices[random])
+        for group in (few, by_rank & ~few, by_mass, random & ~by_rank & ~by_mass):
+            at = np.flatnonzero(group)
+            if not len(at):
+                continue
+            where = self._to_device(at)
+            params = self._draw_params(rows[at], uniforms[at])
+            group_logits, group_maxima = _take(work, at, where), _take(maxima, at, where)
+            if group is few:
+                drawn = draw_from_top_k(group_logits, group_maxima, params, int(state.top_k[rows[at]].max()))
+            else:
+                drawn = draw_from_all(group_logits, group_maxima, params)
+            tokens[where] = drawn
+
+    def _draw_params(self, rows: np.ndarray, uniforms: np.ndarray) -> DrawParams:
+        state = self.state
+        min_p, top_p, top_k = state.min_p[rows], state.top_p[rows], state.top_k[rows]
+        packed = self._to_device(np.stack((state.temperature[rows], min_p, top_p, top_k, uniforms)))
+        return DrawParams(
+            temperature=packed[0].float(),
+            min_p=packed[1].float(),
+            top_p=packed[2],
+            top_k=packed[3].to(torch.int64),
+            uniform=packed[4],
+            any_min_p=bool((min_p > 0.0).any()),
+            any_top_p=bool((top_p < 1.0).any()),
+            any_top_k=bool((top_k < state.vocab_size).any()),
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.state.device, non_blocking=True)
+
+
+def _take(tensor: Tensor, positions: np.ndarray, where: Tensor) -> Tensor:
+    """Rows `positions` of the tensor (`where`: the same on its device); no copy if they are all of them."""
+    return tensor if len(positions) == len(tensor) else tensor.index_select(0, where)
+
+
+def _allowed_bits(allowed: Tensor, vocab_size: int) -> Tensor:
+    """The mask as bool [R, V], whichever form it came in."""
+    if allowed.dtype == torch.bool:
+        return allowed
+    bits = (allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=allowed.device)) & 1
+    return bits.view(len(allowed), -1)[:, :vocab_size].bool()
