@@ -95,7 +95,9 @@ def _where(scheduler: BaseScheduler, counts: list[int], block: int) -> str:
 def _check_cache(scheduler: BaseScheduler, counts: list[int]) -> None:
     """Cached entries: flags agree with the references, and each hangs on a live parent."""
     quarantined = {block for waiting in scheduler.blocks.quarantine.values() for block in waiting}
-    for block, entry in scheduler.prefix_cache.entries().items():
+    children: dict[CachedBlock, int] = {}
+    entries = scheduler.prefix_cache.entries()
+    for block, entry in entries.items():
         if entry.block != block or entry.dead:
             _fail(1, f"block {block} is cached by an entry of block {entry.block}, dead={entry.dead}")
         if entry.referenced != (counts[block] > 0) or entry.quarantined != (block in quarantined):
@@ -105,8 +107,12 @@ def _check_cache(scheduler: BaseScheduler, counts: list[int]) -> None:
                 f"says referenced={entry.referenced}, quarantined={entry.quarantined}",
             )
         parent = entry.parent
-        if parent is None or parent.dead or entry not in parent.children:
+        if parent is None or parent.dead:
             _fail(1, f"cached block {block} does not hang on a live parent")
+        children[parent] = children.get(parent, 0) + 1
+    for block, entry in entries.items():
+        if entry.num_children != children.get(entry, 0):
+            _fail(1, f"cached block {block} has {children.get(entry, 0)} extensions and counts {entry.num_children}")
 
 
 def _check_request(scheduler: BaseScheduler, request: Request) -> None:

@@ -148,9 +148,7 @@ class ContinuousScheduler(BaseScheduler):
             if self.blocks.blocks_needed(first, first.kv_tokens + 1) <= room:
                 return True
             key = self.waiting.key(first)
-            candidates = [
-                r for r in self._preemptible() if r.priority > first.priority and self.waiting.key(r) > key
-            ]
+            candidates = [r for r in self._preemptible() if r.priority > first.priority and self.waiting.key(r) > key]
             if not candidates and not self.decoding:
                 candidates = [r for r in self.prefilling if r is not first]
             if not candidates:
