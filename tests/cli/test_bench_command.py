@@ -54,3 +54,12 @@ def test_a_missing_csv_is_one_line_and_exit_1(cli, tmp_path: Path) -> None:
 def test_bad_options_are_usage_errors(cli, arguments: list[str]) -> None:
     done = cli("bench", "cpu", *arguments)
     assert done.code == 2 and len(done.errors) == 1 and arguments[0] in done.errors[0]
+
+
+def test_scheduler_bench_measures_writes_and_prints_again(cli, tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.csv"
+    done = cli("bench", "scheduler", "--running", "2", "--running", "4", "--steps", "20", "--output", str(path))
+    assert done.code == 0, done.err
+    assert [row["running"] for row in common.read_csv(path)] == ["2", "4"]
+    assert all(float(row["median_us"]) > 0 for row in common.read_csv(path))
+    assert cli("bench", "scheduler", "--from-csv", str(path)).code == 0
