@@ -71,10 +71,10 @@ GENERATE_MANY = f"""
 import sys
 from minillm import LLM, SamplingParams
 from minillm.bench.cpu_bench import QUESTIONS
+count, new_tokens = map(int, sys.argv[1:])
 llm = LLM("{MODEL}")
-count = int(sys.argv[1])
 prompts = [f"{{QUESTIONS[i % len(QUESTIONS)]}} ({{i}})" for i in range(count)]
-outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
 print(sum(len(output.outputs[0].token_ids) for output in outputs))
 """
 
@@ -103,7 +103,7 @@ def measure(options: Options, status: Callable[[str], None] = lambda _: None) ->
     if options.load:
         rows += _measure_load(status)
     if options.memory:
-        rows += _measure_memory(status)
+        rows += _measure_memory(options.new_tokens, status)
     rows += _measure_speed(options, status)
     return [{**row, **where} for row in rows]
 
@@ -126,10 +126,15 @@ def _measure_load(status: Callable[[str], None]) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure_memory(status: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Peak resident memory of a process that loads the model and generates for many requests at once."""
+def generate_many(requests: int, new_tokens: int) -> common.ChildResult:
+    """Load the model in a fresh process and generate for many requests at once; prints the number of tokens."""
+    return common.run_child(GENERATE_MANY, [str(requests), str(new_tokens)])
+
+
+def _measure_memory(new_tokens: int, status: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Peak resident memory of a whole process."""
     status(f"memory of {MEMORY_REQUESTS} requests")
-    child = common.run_child(GENERATE_MANY, [str(MEMORY_REQUESTS)])
+    child = generate_many(MEMORY_REQUESTS, new_tokens)
     tokens = int(child.stdout.split()[-1])
     workload = f"memory, {MEMORY_REQUESTS} requests"
     return [_row(workload, ENGINE, 0, seconds=child.seconds, tokens=tokens, peak_bytes=child.peak_bytes)]
