@@ -265,6 +265,10 @@ class Tokenizer:
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode("utf-8", "replace")
         return text[1:] if self.strips_first_space and text.startswith(" ") else text
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, its leading space kept; bytes of an unfinished character are U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     # Chat
 
     def apply_chat_template(
@@ -382,11 +386,12 @@ def _decoding_rule(decoder: Mapping[str, Any]) -> tuple[TextMode, bool, bool]:
 
 def _without_first_space(splitter: Any) -> Any:
     """The same pre-tokenizer for text that something precedes: `prepend_scheme: first` becomes `never`."""
-    state = json.dumps(_component_state(splitter))
-    changed = state.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-    if changed == state:
+    state = _component_state(splitter)
+    text = json.dumps(state)
+    changed = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    if changed == text:
         return splitter
-    clone = pre_tokenizers.PreTokenizer.__new__(type(splitter))
+    clone = pre_tokenizers.Sequence([]) if state["type"] == "Sequence" else pre_tokenizers.Metaspace()
     clone.__setstate__(changed.encode())
     return clone
 
