@@ -6,6 +6,7 @@ positions follow each other, and at most two plans are uncollected.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -102,17 +103,41 @@ def by_request(scripts: dict[str, Sequence[int]]) -> Script:
     return script
 
 
+class Valve:
+    """A gate that lets a number of steps through: a request that needs more cannot end before the test wants."""
+
+    def __init__(self, steps: int = 20) -> None:
+        self._left: float = steps
+        self._changed = threading.Condition()
+
+    def wait(self, timeout: float) -> bool:
+        with self._changed:
+            passed = self._changed.wait_for(lambda: self._left > 0, timeout)
+            self._left -= passed
+            return passed
+
+    def allow(self, steps: float) -> None:
+        """Let `steps` more through, whatever was left of earlier ones."""
+        with self._changed:
+            self._left = steps
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Hold up nothing any more."""
+        self.allow(math.inf)
+
+
 @dataclass
 class ScriptedRunner:
     """A runner whose tokens come from a script. `raise_in` maps a method to the call (from 1) that fails.
 
-    `gate`, if set, is waited for in every `forward`: a step that takes as long as the test wants.
+    `gate`, if set, is waited for in every `forward`: a step takes as long as the test wants.
     """
 
     script: Script = counting_script
     raise_in: dict[str, int] = field(default_factory=dict)
     row_failures: dict[tuple[str, int], str] = field(default_factory=dict)
-    gate: threading.Event | None = None
+    gate: threading.Event | Valve | None = None
     calls: Counter = field(default_factory=Counter)
     prefilled: Counter = field(default_factory=Counter)
     rows: dict[int, Row] = field(default_factory=dict)

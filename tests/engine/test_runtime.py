@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from engine_fakes import (
     ScriptedRunner,
+    Valve,
     by_request,
     check_events,
     idle_state,
@@ -69,6 +70,16 @@ def gated():
     runtime = make_runtime(runner)
     yield runtime, runner, gate
     gate.set()
+    runtime.close()
+
+
+@pytest.fixture
+def valved():
+    """A runtime that lets 20 steps through, and its valve: a request of 200 tokens lives until the test ends it."""
+    valve = Valve(20)
+    runtime = make_runtime(ScriptedRunner(gate=valve))
+    yield runtime, valve
+    valve.open()
     runtime.close()
 
 
@@ -199,16 +210,17 @@ class TestStreams:
             (event,) = runtime.stream("abcdef", params)
             assert (event.token_id, event.text, event.finish_reason) == (None, "", "length")
 
-    def test_close_cancels_and_ends_the_iteration(self) -> None:
-        with make_runtime() as runtime:
-            before = wait_idle(runtime)
-            stream = runtime.stream("abc", LONG)
-            next(stream)
-            stream.close()
-            stream.close()
-            assert list(stream) == []
-            assert wait_idle(runtime) == before
-            assert runtime.stats().counters.cancelled == 1
+    def test_close_cancels_and_ends_the_iteration(self, valved) -> None:
+        runtime, valve = valved
+        before = wait_idle(runtime)
+        stream = runtime.stream("abc", LONG)
+        next(stream)
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+        valve.open()
+        assert wait_idle(runtime) == before
+        assert runtime.stats().counters.cancelled == 1
 
     def test_close_from_another_thread_releases_a_waiting_reader(self, gated) -> None:
         runtime, runner, _ = gated
@@ -219,25 +231,30 @@ class TestStreams:
             stream.close()
             assert reader.result(WAIT) == []
 
-    def test_leaving_the_loop_cancels(self) -> None:
-        with make_runtime() as runtime:
-            before = wait_idle(runtime)
-            for event in runtime.stream("abc", LONG):
-                if event.index == 2:
-                    break
-            assert wait_idle(runtime) == before
-            with runtime.stream("abc", LONG) as stream:
-                next(stream)
-            assert wait_idle(runtime) == before
-            assert runtime.stats().counters.cancelled == 2
+    def test_leaving_the_loop_cancels(self, valved) -> None:
+        runtime, valve = valved
+        before = wait_idle(runtime)
+        for event in runtime.stream("abc", LONG):
+            if event.index == 2:
+                break
+        valve.allow(20)
+        assert wait_idle(runtime) == before
+        with runtime.stream("abc", LONG) as stream:
+            next(stream)
+        valve.open()
+        assert wait_idle(runtime) == before
+        assert runtime.stats().counters.cancelled == 2
 
     @pytest.mark.parametrize("overlap", [False, True])
     def test_300_abandoned_streams_leave_nothing_behind(self, overlap: bool) -> None:
         """B01."""
-        with make_runtime(num_blocks=128, num_swap_blocks=16, overlap=overlap) as runtime:
+        valve = Valve()
+        runner = ScriptedRunner(gate=valve)
+        with make_runtime(runner, num_blocks=128, num_swap_blocks=16, overlap=overlap) as runtime:
             runtime.submit("abc", GREEDY).result(WAIT)
             before = wait_idle(runtime)
             for i in range(300):
+                valve.allow(20)
                 stream = runtime.stream("a" * 50, SamplingParams(seed=i, max_tokens=200, n=1 + i % 3))
                 for _ in range(3):
                     next(stream)
@@ -246,6 +263,7 @@ class TestStreams:
                 elif i % 3 == 1:
                     runtime.cancel(stream.request_id)
                 del stream
+            valve.open()
             assert wait_idle(runtime) == before
             assert runtime.stats().counters.cancelled >= 300
             assert runtime.submit("abc", GREEDY).result(WAIT).outputs[0].finish_reason == "length"
@@ -286,15 +304,17 @@ class TestAsync:
         with make_runtime() as runtime:
             asyncio.run(asyncio.wait_for(main(runtime), WAIT))
 
-    def test_abandoning_and_closing_cancel(self) -> None:
-        async def main(runtime: Runtime) -> None:
+    def test_abandoning_and_closing_cancel(self, valved) -> None:
+        async def main() -> None:
             async for event in runtime.astream("abc", LONG):
                 if event.index == 2:
                     break
+            valve.allow(20)
             stream = runtime.astream("abc", LONG)
             await stream.__anext__()
             await stream.aclose()
             assert [event async for event in stream] == []
+            valve.allow(20)
             async with runtime.astream("abc", LONG) as stream:
                 await stream.__anext__()
             task = asyncio.ensure_future(asyncio.wrap_future(runtime.submit("abc", LONG)))
@@ -303,10 +323,12 @@ class TestAsync:
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        with make_runtime() as runtime:
-            before = wait_idle(runtime)
-            asyncio.run(asyncio.wait_for(main(runtime), WAIT))
-            assert wait_idle(runtime) == before
+        runtime, valve = valved
+        before = wait_idle(runtime)
+        asyncio.run(asyncio.wait_for(main(), WAIT))
+        valve.open()
+        assert wait_idle(runtime) == before
+        assert runtime.stats().counters.cancelled == 4
 
     def test_a_cancelled_task_cancels_its_request(self, gated) -> None:
         runtime, runner, gate = gated
@@ -367,31 +389,33 @@ class TestCancel:
         assert queued.result(WAIT).outputs[0].finish_reason == "cancelled"
         assert not runtime.cancel("mine")
 
-    def test_cancelled_stream_ends_with_cancelled_for_every_choice(self) -> None:
-        with make_runtime() as runtime:
-            stream = runtime.stream("abc", SamplingParams(n=2, seed=0, max_tokens=200))
-            first = next(stream)
-            assert runtime.cancel(stream.request_id)
-            events = [first, *stream]
-            assert stream.output is not None
-            check_events(events, stream.output)
-            assert [choice.finish_reason for choice in stream.output.outputs] == ["cancelled"] * 2
+    def test_cancelled_stream_ends_with_cancelled_for_every_choice(self, valved) -> None:
+        runtime, valve = valved
+        stream = runtime.stream("abc", SamplingParams(n=2, seed=0, max_tokens=200))
+        first = next(stream)
+        assert runtime.cancel(stream.request_id)
+        valve.open()
+        events = [first, *stream]
+        assert stream.output is not None
+        check_events(events, stream.output)
+        assert [choice.finish_reason for choice in stream.output.outputs] == ["cancelled"] * 2
 
-    def test_cancelling_the_future_cancels_the_request(self) -> None:
-        with make_runtime() as runtime:
-            before = wait_idle(runtime)
-            future = runtime.submit("abc", LONG)
-            assert future.cancel()
-            assert future.cancelled()
-            with pytest.raises(CancelledError):
-                future.result(WAIT)
-            done, _ = wait([future], WAIT)
-            assert done == {future}
-            assert wait_idle(runtime) == before
-            assert runtime.stats().counters.cancelled == 1
-            ended = runtime.submit("abc", GREEDY)
-            ended.result(WAIT)
-            assert not ended.cancel()
+    def test_cancelling_the_future_cancels_the_request(self, valved) -> None:
+        runtime, valve = valved
+        before = wait_idle(runtime)
+        future = runtime.submit("abc", LONG)
+        assert future.cancel()
+        assert future.cancelled()
+        with pytest.raises(CancelledError):
+            future.result(WAIT)
+        valve.open()
+        done, _ = wait([future], WAIT)
+        assert done == {future}
+        assert wait_idle(runtime) == before
+        assert runtime.stats().counters.cancelled == 1
+        ended = runtime.submit("abc", GREEDY)
+        ended.result(WAIT)
+        assert not ended.cancel()
 
     def test_id_of_a_live_request_is_refused_and_the_first_is_unharmed(self, gated) -> None:
         """B57."""
@@ -412,13 +436,16 @@ class TestCancel:
     def test_abort_and_immediate_retry_get_each_their_own_tokens(self, overlap: bool) -> None:
         """B57: a hundred times in a row."""
         script = by_request({"x": [token("X")]})
-        with make_runtime(ScriptedRunner(script), overlap=overlap) as runtime:
+        valve = Valve()
+        with make_runtime(ScriptedRunner(script, gate=valve), overlap=overlap) as runtime:
             before = wait_idle(runtime)
             for i in range(100):
+                valve.allow(40)
                 old = runtime.stream("abc" * (1 + i % 3), LONG, request_id="x")
                 if i % 2:
                     next(old)
                 assert runtime.cancel("x")
+                valve.allow(40)
                 new = runtime.submit("wxyz", SamplingParams(temperature=0, max_tokens=3), request_id="x")
                 output = new.result(WAIT)
                 assert output.prompt == "wxyz"
