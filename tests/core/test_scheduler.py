@@ -529,6 +529,26 @@ def test_engine_failure_fails_everything_and_leaves_the_core_usable(overlap):
     assert d.finished["again"] == "length"
 
 
+def test_a_deadline_does_not_outlive_its_request():
+    d = Driver()
+    d.submit(make_request("a", 4, 2, deadline=1.0))
+    d.run()
+    d.tokens.clear()
+    d.finished.clear()
+    d.submit(make_request("a", 4, 200))
+    d.now = 2.0
+    d.run()
+    assert len(d.tokens["a"]) == 200 and d.finished["a"] == "length"
+
+
+def test_deadline_bookkeeping_does_not_grow_with_requests_that_ended():
+    d = Driver()
+    for i in range(500):
+        d.submit(make_request(f"r{i}", 3, 1, deadline=1e9))
+        d.run()
+    assert len(d.scheduler._deadlines) <= 70
+
+
 # -- groups --------------------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,8 @@ class BaseScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
         self._events = StepEvents()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, str]] = []
+        """Heap of (deadline, arrival number, id); entries of ended requests are dropped when they come up."""
         self._arrivals = 0
         self.num_swapped = 0
         self._head_wait: tuple[str, set[str]] | None = None
@@ -158,7 +159,11 @@ class BaseScheduler:
         self.waiting.push(request)
         self.counters.submitted += 1
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival_seq, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival_seq, request.request_id))
+            if len(self._deadlines) > 2 * len(self._requests) + 64:
+                live = {r.arrival_seq for r in self._requests.values()}
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+                heapq.heapify(self._deadlines)
         self.observer.on_submit(request, now)
 
     def cancel(self, request_id: str, now: float, reason: str = "cancelled") -> bool:
@@ -443,11 +448,11 @@ class BaseScheduler:
 
     def _expire_deadlines(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            live = [m for m in (request, *request.children) if self._requests.get(m.request_id) is m]
-            if live:
+            _, arrival_seq, request_id = heapq.heappop(self._deadlines)
+            members = self._group_members(request_id)
+            if members and members[0].arrival_seq == arrival_seq:  # not a later request of the same id
                 self.counters.expired += 1
-                self.cancel(request.request_id, now, "deadline passed")
+                self.cancel(request_id, now, "deadline passed")
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
