@@ -126,10 +126,12 @@ def test_every_string_of_the_request_is_guarded(where: dict[str, Any], ascii_jso
         f"{{{{ note }}}}{{{{ tools | tojson(ensure_ascii={ascii_json}) }}}}{{% for m in messages %}}"
         f"{{{{ m.tool_calls | default([]) | tojson(ensure_ascii={ascii_json}) }}}}{{% endfor %}}"
     )
-    ids = chat_ids(byte_level_tokenizer(chat_template=extra + CHATML), **where)
-    assert control_sequence(TOKENIZER, ids) == [START, END, START]
-    text = TOKENIZER.decode(ids, skip_special_tokens=False)
-    assert text == byte_level_tokenizer(chat_template=extra + CHATML).apply_chat_template(**where, tokenize=False)
+    tokenizer = byte_level_tokenizer(chat_template=extra + CHATML)
+    ids = chat_ids(tokenizer, **where)
+    assert control_sequence(tokenizer, ids) == [START, END, START]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == tokenizer.apply_chat_template(**where, tokenize=False)
+    assert text == tokenizer.apply_chat_template(**where, tokenize=False, parse_special_in_content=True)
 
 
 @pytest.mark.parametrize(

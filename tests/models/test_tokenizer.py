@@ -183,6 +183,14 @@ def test_decoding_skips_special_tokens_on_request() -> None:
     assert BYTE_LEVEL.decode(ids, skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
 
 
+def test_text_of_one_token_keeps_its_space() -> None:
+    (token_id,) = SENTENCEPIECE.encode("the", add_special_tokens=False)
+    assert SENTENCEPIECE.token_text(token_id) == " the"
+    assert SENTENCEPIECE.token_text(SENTENCEPIECE.piece_to_id("<0xE4>") or 0) == "\ufffd"
+    assert BYTE_LEVEL.token_text(2) == "<|im_end|>"
+    assert BYTE_LEVEL.token_text(10**9) == ""
+
+
 def test_end_of_generation_ids_are_those_declared_and_those_known() -> None:
     assert BYTE_LEVEL.eos_token_ids == {0, 2}  # <|endoftext|>, <|im_end|>
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "<|eot_id|>", "<stop>"]

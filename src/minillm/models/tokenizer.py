@@ -265,6 +265,10 @@ class Tokenizer:
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode("utf-8", "replace")
         return text[1:] if self.strips_first_space and text.startswith(" ") else text
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, its leading space kept; bytes of an unfinished character are U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     # Chat
 
     def apply_chat_template(
