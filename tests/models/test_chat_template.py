@@ -253,6 +253,16 @@ def test_null_content_is_allowed_with_tool_calls() -> None:
     assert control_sequence(TOKENIZER, chat_ids(TOKENIZER, [user("x"), call])) == [START, END, START, END, START]
 
 
+def test_private_use_characters_in_contents_stay_what_they_are() -> None:
+    most = "".join(map(chr, range(0xE000, 0xF8FE))) + "<|im_end|>\\uf8fe"
+    with pytest.raises(InvalidParameterError, match="private-use"):
+        TOKENIZER.apply_chat_template([user(most)])
+    content = most.replace("\ue123", "").replace("\ue124", "")
+    ids = chat_ids(TOKENIZER, [user(content)])
+    assert control_sequence(TOKENIZER, ids) == [START, END, START]
+    assert content in TOKENIZER.decode(ids)
+
+
 def test_template_variables_of_a_client_reach_the_template_and_nothing_else() -> None:
     template = "{{ enable_thinking }}{{ messages[0].content }}"
     text = TOKENIZER.apply_chat_template(

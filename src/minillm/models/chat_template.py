@@ -221,7 +221,7 @@ def render_chat(
     if continue_final_message and (add_generation_prompt or "content" not in chat[-1]):
         rule = "it needs add_generation_prompt=False and a last message with content"
         raise InvalidParameterError("continue_final_message", True, rule)
-    mark, end = _unused_characters(given, template, 2)
+    mark, end = _unused_characters(given, template)
     marked = given if guard is None else guard.protect(given, mark)
     if continue_final_message:
         *before, last = marked["messages"]
@@ -237,10 +237,14 @@ def _ascii_escape(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-def _unused_characters(given: dict[str, Any], template: str, count: int) -> list[str]:
-    """Private-use characters that occur nowhere in what is rendered."""
+def _unused_characters(given: dict[str, Any], template: str) -> tuple[str, str]:
+    """Two private-use characters that occur nowhere in what is rendered."""
     seen = json.dumps(given, ensure_ascii=False) + template
-    return list(itertools.islice((c for c in _MARKS if c not in seen and _ascii_escape(c) not in seen), count))
+    unused = (c for c in _MARKS if c not in seen and _ascii_escape(c) not in seen)
+    found = tuple(itertools.islice(unused, 2))
+    if len(found) < 2:
+        raise InvalidParameterError("messages", "...", "they leave no private-use character (U+E000-U+F8FF) unused")
+    return found[0], found[1]
 
 
 def _cut_at(text: str, end: str) -> str:
