@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 _MAX_MESSAGE_IN_ERROR = 300
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 # Names under which clients send a message's reasoning; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -207,9 +208,12 @@ def render_chat(
     which take precedence. ``continue_final_message`` ends the text with the last message's content, so that the
     model goes on with it. Raises :class:`ChatTemplateError` or :class:`InvalidParameterError`.
     """
+    arguments = arguments or {}
+    for name in _RESERVED & arguments.keys():
+        raise InvalidParameterError("chat_template_kwargs", name, "it is a parameter of the request itself")
     try:
         chat = _with_argument_objects(validate_messages(messages), template)
-        given = {"messages": chat, "tools": _plain(tools, "tools"), **_plain(arguments or {}, "chat_template_kwargs")}
+        given = {"messages": chat, "tools": _plain(tools, "tools"), **_plain(arguments, "chat_template_kwargs")}
     except RecursionError:
         raise InvalidParameterError("messages", "...", "messages or tools are nested too deeply") from None
     if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
