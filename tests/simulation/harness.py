@@ -25,7 +25,7 @@ from minillm.core.request import QUEUED, RUNNING, Request, RequestState
 from minillm.core.scheduler import ContinuousScheduler
 from minillm.core.static_scheduler import StaticScheduler
 from simulation.shadow_runner import Faults, Sequence, ShadowRunner, SimulationFailure, root_kv
-from simulation.workload import SALTS, RequestSpec, SimSettings, Workload, random_settings
+from simulation.workload import RequestSpec, SimSettings, Workload, random_settings
 
 ORDERED_POLICIES = ("priority", "fcfs")
 
@@ -84,13 +84,22 @@ class Flight:
 
 
 class _Preemptions(Observer):
-    """Collects the preemptions of the schedule call that is running."""
+    """Collects the preemptions of the schedule call that is running; beyond the bound only when nobody else is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
         self.seen: list[tuple[Request, str]] = []
+        self.scheduler: ContinuousScheduler | None = None
 
     def on_preempt(self, request: Request, kind: str, reason: str, step: int) -> None:
         self.seen.append((request, kind))
+        if request.num_preemptions <= self.bound or "needs a block" not in reason:
+            return
+        assert self.scheduler is not None
+        rest = sorted(self.scheduler.running, key=self.scheduler.waiting.key)
+        spared = [other for other in rest[1:] if other.num_preemptions < self.bound and other.block_table]
+        if spared:
+            raise SimulationFailure(f"{request} is at its preemption bound and is preempted before {spared}")
 
 
 def constant_hash(_parent: bytes, _token_bytes: bytes) -> bytes:
@@ -105,10 +114,11 @@ class Simulation:
         self.settings = settings
         self.rng = rng
         config = settings.config
-        self.observer = _Preemptions()
+        self.observer = _Preemptions(config.max_preemptions)
         scheduler_class = StaticScheduler if settings.static else ContinuousScheduler
         hash_fn = constant_hash if settings.constant_hash else chain_digest
         self.scheduler = scheduler_class(config, observer=self.observer, hash_fn=hash_fn)
+        self.observer.scheduler = self.scheduler
         self.runner = ShadowRunner(config.num_blocks, config.block_size, config.num_swap_blocks, config.max_num_seqs)
         self.live: dict[str, Tracked] = {}
         self.flights: deque[Flight] = deque()
@@ -116,6 +126,8 @@ class Simulation:
         self.now = 0.0
         self.submitted = 0
         self.checks = 0
+        self.roots: dict[bytes, int] = {}
+        """By the extra keys of a salt: the KV before the first position under it."""
         self.empty_plans = 0
         self.head_missed = 0
         self.most_preemptions = 0
@@ -150,6 +162,7 @@ class Simulation:
                 raise SimulationFailure(f"{request_id} was refused but something of it was queued") from error
             return None
         self.submitted += 1
+        self.roots[extra_keys(request)] = root_kv(spec.cache_salt)
         for member in (request, *request.children):
             self._track(member, spec)
         self.coverage["submitted"] += 1
@@ -566,11 +579,9 @@ class Simulation:
                 raise SimulationFailure(f"cached block {block} does not hold the KV of its tokens")
 
     def _root_kv(self, root: CachedBlock) -> int:
-        for salt in SALTS:
-            probe = Request("probe", [0], cache_salt=salt)
-            if extra_keys(probe) == root.key.token_bytes:
-                return root_kv(salt)
-        raise SimulationFailure(f"a cached chain hangs on unknown extra keys {root.key.token_bytes!r}")
+        if root.key.token_bytes not in self.roots:
+            raise SimulationFailure(f"a cached chain hangs on unknown extra keys {root.key.token_bytes!r}")
+        return self.roots[root.key.token_bytes]
 
     def _check_idle(self) -> None:
         self.check()

@@ -74,6 +74,7 @@ class Scripted(Simulation):
         """Step until nothing is live; then everything must be released."""
         for _ in range(max_steps):
             if not self.scheduler.has_live_requests and not self.flights:
+                self.deliver(self.scheduler.take_events())
                 self._check_idle()
                 return
             self.step()

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from random import Random
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 
 from minillm.core.config import SchedulerConfig
 from minillm.core.plan import NoPlan, StepOutcome, StepPlan
@@ -43,13 +43,15 @@ STEP_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCost:
-    """Cost of a step with `running` requests; times in microseconds."""
+    """Cost of a step with `running` requests; times in microseconds of the wall clock unless they say otherwise."""
 
     running: int
     steps: int
     median_us: float
     p99_us: float
     mean_us: float
+    cpu_median_us: float
+    """The same by the thread's CPU time: on a machine that others use too, the wall clock counts their slices."""
     schedule_median_us: float
     commit_median_us: float
     joins_per_step: float
@@ -120,28 +122,30 @@ class _Load:
         return StepOutcome(plan.step, tokens)
 
 
-def _steps(load: _Load) -> Iterator[tuple[int, int, StepPlan]]:
-    """Run the load step by step; yields (nanoseconds of schedule, of commit, the plan committed)."""
+def _steps(load: _Load) -> Iterator[tuple[int, int, int, StepPlan]]:
+    """Run the load step by step; yields (nanoseconds of schedule, of commit, of CPU in both, the plan committed)."""
     scheduler = load.scheduler
     in_flight: StepPlan | None = None
     while True:
         load.now += STEP_SECONDS
-        begin = perf_counter_ns()
+        cpu_begin, begin = thread_time_ns(), perf_counter_ns()
         plan = scheduler.schedule(load.now)
         scheduled = perf_counter_ns() - begin
+        cpu = thread_time_ns() - cpu_begin
         if in_flight is None:
             if isinstance(plan, NoPlan):
                 raise RuntimeError(f"the scheduler made no plan ({plan.value}) though requests are live")
             in_flight = plan
             continue
         outcome = load.outcome(in_flight)
-        begin = perf_counter_ns()
+        cpu_begin, begin = thread_time_ns(), perf_counter_ns()
         events = scheduler.commit(in_flight, outcome, load.now)
         committed = perf_counter_ns() - begin
+        cpu += thread_time_ns() - cpu_begin
         for event in events.finished:
             load.stop_at.pop(event.request_id, None)
             load.join()
-        yield scheduled, committed, in_flight
+        yield scheduled, committed, cpu, in_flight
         in_flight = None if isinstance(plan, NoPlan) else plan
 
 
@@ -159,9 +163,10 @@ def measure(running: int, *, steps: int = 1000, seed: int = 0) -> SchedulerCost:
             break
     joins, before = load.joins, load.scheduler.prefix_cache.counters
     hits, evictions = before.hits, before.evictions
-    scheduled, committed, tokens = [], [], 0
+    scheduled, committed, cpu_times, tokens = [], [], [], 0
     for _ in range(steps):
-        schedule_ns, commit_ns, plan = next(stream)
+        schedule_ns, commit_ns, cpu_ns, plan = next(stream)
+        cpu_times.append(cpu_ns / 1000)
         scheduled.append(schedule_ns / 1000)
         committed.append(commit_ns / 1000)
         tokens += plan.num_tokens
@@ -173,6 +178,7 @@ def measure(running: int, *, steps: int = 1000, seed: int = 0) -> SchedulerCost:
         median_us=round(statistics.median(total), 1),
         p99_us=round(total[min(len(total) - 1, int(len(total) * 0.99))], 1),
         mean_us=round(statistics.fmean(total), 1),
+        cpu_median_us=round(statistics.median(cpu_times), 1),
         schedule_median_us=round(statistics.median(scheduled), 1),
         commit_median_us=round(statistics.median(committed), 1),
         joins_per_step=round((load.joins - joins) / steps, 3),
@@ -225,8 +231,8 @@ def print_table(costs: Sequence[SchedulerCost]) -> None:
     title = "schedule + commit per step (us)"
     if costs:
         title += f", {costs[0].device}, Python {costs[0].python}, {costs[0].commit}, {costs[0].date}"
-    table = Table(title=title)
-    for heading in ("running", "median", "p99", "mean", "schedule", "commit", "joins/step", "tokens/step", "evictions"):
+    table = Table(title=title, caption="medians but for p99 and mean; joins, tokens and evicted blocks are per step")
+    for heading in ("running", "median", "p99", "mean", "CPU", "schedule", "commit", "joins", "tokens", "evictions"):
         table.add_column(heading, justify="right")
     for cost in costs:
         table.add_row(
@@ -234,6 +240,7 @@ def print_table(costs: Sequence[SchedulerCost]) -> None:
             f"{cost.median_us:.0f}",
             f"{cost.p99_us:.0f}",
             f"{cost.mean_us:.0f}",
+            f"{cost.cpu_median_us:.0f}",
             f"{cost.schedule_median_us:.0f}",
             f"{cost.commit_median_us:.0f}",
             f"{cost.joins_per_step:.2f}",

@@ -102,7 +102,9 @@ class Decoder:
         Returns:
             Normalised hidden states [T, hidden_size] in ``dtype``.
         """
-        residual = torch.nn.functional.embedding(input_ids, self.embedding)
+        # The residual stream stays in float32 whatever the dtype: it sums up every layer's rounding otherwise, and
+        # the norms read it in float32 anyway.
+        residual = torch.nn.functional.embedding(input_ids, self.embedding).float()
         cos, sin = self.rope.tables(positions)
         hidden = None
         for layer in self.layers:
