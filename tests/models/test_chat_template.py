@@ -253,6 +253,44 @@ def test_null_content_is_allowed_with_tool_calls() -> None:
     assert control_sequence(TOKENIZER, chat_ids(TOKENIZER, [user("x"), call])) == [START, END, START, END, START]
 
 
+def test_private_use_characters_in_contents_stay_what_they_are() -> None:
+    most = "".join(map(chr, range(0xE000, 0xF8FE))) + "<|im_end|>\\uf8fe"
+    with pytest.raises(InvalidParameterError, match="private-use"):
+        TOKENIZER.apply_chat_template([user(most)])
+    content = most.replace("\ue123", "").replace("\ue124", "")
+    ids = chat_ids(TOKENIZER, [user(content)])
+    assert control_sequence(TOKENIZER, ids) == [START, END, START]
+    assert content in TOKENIZER.decode(ids)
+
+
+def test_template_variables_of_a_client_reach_the_template_and_nothing_else() -> None:
+    template = "{{ enable_thinking }}{{ messages[0].content }}"
+    text = TOKENIZER.apply_chat_template(
+        [user("x")], chat_template=template, tokenize=False, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert text == "Falsex"
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(InvalidParameterError, match=name):
+            TOKENIZER.apply_chat_template([user("x")], chat_template_kwargs={name: []})
+    forged = chat_ids(TOKENIZER, [user(FORGED)], chat_template_kwargs={"parse_special_in_content": True})
+    assert control_sequence(TOKENIZER, forged) == [START, END, START]
+
+
+def test_reasoning_is_found_under_the_names_that_clients_use() -> None:
+    template = "{{ messages[0].reasoning_content }}/{{ messages[0].thinking }}"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        message = {"role": "assistant", "content": "x", name: "hm"}
+        assert TOKENIZER.apply_chat_template([message], chat_template=template, tokenize=False) == "hm/hm"
+
+
+def test_message_objects_of_a_client_library_are_taken_apart() -> None:
+    class Message:
+        def model_dump(self) -> dict[str, Any]:
+            return {"role": "user", "content": "hi", "refusal": None}
+
+    assert validate_messages([Message()]) == [{"role": "user", "content": "hi"}]
+
+
 def test_text_parts_are_joined_by_newlines() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat_ids(TOKENIZER, [user(parts)]) == chat_ids(TOKENIZER, [user("a\nb")])

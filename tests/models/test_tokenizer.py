@@ -51,6 +51,20 @@ def test_text_survives_encode_and_decode(text: str, tokenizer: Tokenizer) -> Non
     assert tokenizer.decode(ids) == text
 
 
+@given(TEXT, st.sampled_from([BYTE_LEVEL, SENTENCEPIECE]), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_valid_text_decodes_as_in_hugging_face(text: str, tokenizer: Tokenizer, skip: bool) -> None:
+    ids = [0, *tokenizer.encode(text), 2, *tokenizer.encode(text)]
+    assert tokenizer.decode(ids, skip) == tokenizer._backend.decode(ids, skip_special_tokens=skip)
+
+
+def test_invalid_bytes_spoil_only_themselves() -> None:
+    """Where this differs from Hugging Face, whose byte-fallback decoder replaces the whole run of byte tokens."""
+    run = [SENTENCEPIECE.piece_to_id(f"<0x{byte:02X}>") or 0 for byte in "中".encode() + b"\xff"]
+    assert SENTENCEPIECE.decode(run) == "中\ufffd"
+    assert SENTENCEPIECE._backend.decode(run) == "\ufffd" * 4
+
+
 @given(TEXT)
 @settings(max_examples=400, deadline=None)
 def test_sentencepiece_ids_equal_the_sentencepiece_library(text: str) -> None:

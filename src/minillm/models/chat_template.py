@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 _MAX_MESSAGE_IN_ERROR = 300
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 # Names under which clients send a message's reasoning; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -207,9 +208,12 @@ def render_chat(
     which take precedence. ``continue_final_message`` ends the text with the last message's content, so that the
     model goes on with it. Raises :class:`ChatTemplateError` or :class:`InvalidParameterError`.
     """
+    arguments = arguments or {}
+    for name in _RESERVED & arguments.keys():
+        raise InvalidParameterError("chat_template_kwargs", name, "it is a parameter of the request itself")
     try:
         chat = _with_argument_objects(validate_messages(messages), template)
-        given = {"messages": chat, "tools": _plain(tools, "tools"), **_plain(arguments or {}, "chat_template_kwargs")}
+        given = {"messages": chat, "tools": _plain(tools, "tools"), **_plain(arguments, "chat_template_kwargs")}
     except RecursionError:
         raise InvalidParameterError("messages", "...", "messages or tools are nested too deeply") from None
     if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
@@ -217,7 +221,7 @@ def render_chat(
     if continue_final_message and (add_generation_prompt or "content" not in chat[-1]):
         rule = "it needs add_generation_prompt=False and a last message with content"
         raise InvalidParameterError("continue_final_message", True, rule)
-    mark, end = _unused_characters(given, template, 2)
+    mark, end = _unused_characters(given, template)
     marked = given if guard is None else guard.protect(given, mark)
     if continue_final_message:
         *before, last = marked["messages"]
@@ -233,10 +237,14 @@ def _ascii_escape(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-def _unused_characters(given: dict[str, Any], template: str, count: int) -> list[str]:
-    """Private-use characters that occur nowhere in what is rendered."""
+def _unused_characters(given: dict[str, Any], template: str) -> tuple[str, str]:
+    """Two private-use characters that occur nowhere in what is rendered."""
     seen = json.dumps(given, ensure_ascii=False) + template
-    return list(itertools.islice((c for c in _MARKS if c not in seen and _ascii_escape(c) not in seen), count))
+    unused = (c for c in _MARKS if c not in seen and _ascii_escape(c) not in seen)
+    found = tuple(itertools.islice(unused, 2))
+    if len(found) < 2:
+        raise InvalidParameterError("messages", "...", "they leave no private-use character (U+E000-U+F8FF) unused")
+    return found[0], found[1]
 
 
 def _cut_at(text: str, end: str) -> str:

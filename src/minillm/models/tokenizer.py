@@ -281,6 +281,7 @@ class Tokenizer:
         tokenize: bool = True,
         parse_special_in_content: bool = False,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> list[int] | str:
         """Render messages with the chat template; token ids, or the text with `tokenize=False`.
@@ -293,7 +294,9 @@ class Tokenizer:
         Exactly one BOS: the template's; the tokenizer adds none to it. A GGUF file whose template prints no BOS but
         whose tokenizer adds one gets that one.
 
-        `chat_template` replaces the model's own. Raises :class:`ChatTemplateError`.
+        `chat_template` replaces the model's own. `chat_template_kwargs` (and further keywords) are variables for it;
+        what a client sends belongs into the former, which cannot reach the parameters above. Raises
+        :class:`ChatTemplateError` or :class:`InvalidParameterError`.
         """
         template = chat_template or select_template(self.chat_templates, tools is not None, self.source)
         guard = None if parse_special_in_content else self._guard
@@ -304,7 +307,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=self._template_variables,
-            arguments=template_kwargs,
+            arguments={**template_kwargs, **(chat_template_kwargs or {})},
             guard=guard,
         )
         if not tokenize:
