@@ -21,10 +21,11 @@ EOS = (0, 3)
 INVALID = (5,)
 
 
-@pytest.fixture(params=[(256, 1 << 18), (0, 1 << 18), (2, 1), (0, 64)], ids=str)
+@pytest.fixture(params=[(256, 1 << 18, 128), (0, 1 << 18, 4), (2, 1, 1), (0, 64, 2)], ids=str)
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each split of the work: candidates or histogram, one slice or many."""
-    candidates, slice_elements = request.param
+    """Each split of the work: candidates or histogram, one slice or many, long head or short."""
+    candidates, slice_elements, head = request.param
+    monkeypatch.setattr(sampling_ops, "_HEAD", head)
     monkeypatch.setattr(sampler_module, "MAX_CANDIDATES", candidates)
     monkeypatch.setitem(sampling_ops._SLICE_ELEMENTS, "cpu", slice_elements)
 

@@ -68,7 +68,8 @@ def test_slices_and_threads_do_not_change_a_token(params: SamplingParams, monkey
     expected = [sampler.sample(logits.clone(), slots, [i] * 9).token_ids.tolist() for i in range(10)]
     threads = torch.get_num_threads()
     try:
-        for slice_elements in (1, 2 * VOCAB, 1 << 22):
+        for slice_elements, head in ((1, 1), (2 * VOCAB, 8), (1 << 22, 1000)):
+            monkeypatch.setattr(sampling_ops, "_HEAD", head)
             monkeypatch.setitem(sampling_ops._SLICE_ELEMENTS, "cpu", slice_elements)
             for count in (1, 2):
                 torch.set_num_threads(count)

@@ -9,6 +9,7 @@ import torch
 
 from minillm.core.sampling_params import SamplingParams
 from minillm.runner import sampler as sampler_module
+from minillm.runner import sampling_ops
 from minillm.runner.sampler import Sampler
 
 VOCAB = 400
@@ -33,7 +34,7 @@ def upper_bound(degrees: int, sigmas: float = 4.0) -> float:
     return degrees * (1 - 2 / (9 * degrees) + sigmas * math.sqrt(2 / (9 * degrees))) ** 3
 
 
-@pytest.mark.parametrize("candidates", [256, 0])
+@pytest.mark.parametrize(("candidates", "head"), [(256, 128), (0, 3)])
 @pytest.mark.parametrize(
     "params",
     [
@@ -49,9 +50,10 @@ def upper_bound(degrees: int, sigmas: float = 4.0) -> float:
     ],
 )
 def test_frequencies_fit_the_distribution(
-    params: SamplingParams, candidates: int, monkeypatch: pytest.MonkeyPatch
+    params: SamplingParams, candidates: int, head: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler_module, "MAX_CANDIDATES", candidates)
+    monkeypatch.setattr(sampling_ops, "_HEAD", head)
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2)) * 1.5
     expected = exact_probabilities(row, params) * DRAWS
     sampler = Sampler(1, VOCAB)

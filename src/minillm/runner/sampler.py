@@ -156,10 +156,10 @@ class Sampler:
         self._mask_invalid(logits)
         work = self._edit(logits, row_array, index_array, allowed)
         maxima, tokens = work.max(dim=-1)
-        failed = maxima.isfinite().logical_not_()
+        failed = _not_finite(maxima)
         if work is not logits:
             # An edit may hide a NaN or inf of the model behind its mask.
-            failed |= logits.amax(-1).isfinite().logical_not_()
+            failed |= _not_finite(logits.amax(-1))
         if not self.state.greedy[row_array].all():
             self._draw_random(work, maxima, failed, tokens, row_array, index_array)
         tokens.masked_fill_(failed, 0)
@@ -264,6 +264,11 @@ class Sampler:
 def _take(tensor: Tensor, positions: np.ndarray, where: Tensor) -> Tensor:
     """Rows `positions` of the tensor (`where`: the same on its device); no copy if they are all of them."""
     return tensor if len(positions) == len(tensor) else tensor.index_select(0, where)
+
+
+def _not_finite(maxima: Tensor) -> Tensor:
+    """Rows whose maximum is NaN or infinite; `x - x` is 0 for all other numbers (two operations, not six)."""
+    return (maxima - maxima) != 0.0
 
 
 def _allowed_bits(allowed: Tensor, vocab_size: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _WEIGHT_SCALE = 2.0**40
+_HEAD = 128
 _BINS = 2048
 _BINS_PER_NAT = 64.0
 # Slices bound the temporary memory; on a CPU they also stay in the cache (5 rows of 49,152). 2^22 weights of up to
@@ -43,23 +44,24 @@ class DrawParams(NamedTuple):
     any_top_p: bool = True
     any_top_k: bool = True
 
-    def rows(self, start: int, stop: int) -> DrawParams:
-        """The parameters of rows [start, stop)."""
-        columns = {name: getattr(self, name)[start:stop] for name in self._fields[:5]}
-        return self._replace(**columns)
+    def select(self, which: slice | Tensor) -> DrawParams:
+        """The parameters of some of the rows, by slice or by int64 indices."""
+        return self._replace(**{name: getattr(self, name)[which] for name in self._fields[:5]})
 
 
 def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
     """Draw from rows of logits [R, V] with maxima [R], all of them finite; returns ids int64 [R].
 
-    No sort: rows without top_k and top_p need the cumulative weights alone; the others find the cut in a histogram
-    (:func:`_draw_filtered`). One row of 49,152 on one core of a Xeon with AVX-512: 0.1 ms plain, 0.3 ms
-    filtered, where sorting the row takes 3 ms. On a device other than a CPU the filtered path synchronises.
+    Rows without top_k and top_p need the cumulative weights alone. Rows with top_p try the 128 most likely tokens first
+    (:func:`_draw_from_head`); the others, and rows with a large top_k, find the cut in a histogram
+    (:func:`_draw_filtered`), so even a flat distribution is never sorted as a whole. One row of 49,152 on one core of
+    a Xeon with AVX-512: 0.15 ms plain, 0.25 ms in the head, 0.8 to 2 ms by histogram; a sort takes 3 ms. On a device
+    other than a CPU the filtered paths synchronise.
     """
     num_rows, vocab_size = logits.shape
     step = max(1, _SLICE_ELEMENTS.get(logits.device.type, _SLICE_ELEMENTS_OTHER) // vocab_size)
     parts = [
-        _draw_slice(logits[i : i + step], maxima[i : i + step], params.rows(i, i + step))
+        _draw_slice(logits[i : i + step], maxima[i : i + step], params.select(slice(i, i + step)))
         for i in range(0, num_rows, step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -67,9 +69,30 @@ def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
 
 def _draw_slice(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
     scaled, weights = _weights(logits, maxima, params)
-    if params.any_top_k or params.any_top_p:
+    if params.any_top_k:
         return _draw_filtered(scaled, weights, logits, params)
-    return _draw(weights, params.uniform)
+    if not params.any_top_p:
+        return _draw(weights, params.uniform)
+    tokens, known = _draw_from_head(weights, logits, params)
+    if not known.all():
+        rest = known.logical_not().nonzero()[:, 0]
+        tokens[rest] = _draw_filtered(scaled[rest], weights[rest], logits[rest], params.select(rest))
+    return tokens
+
+
+def _draw_from_head(weights: Tensor, logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """Draw with top_p from the most likely tokens of rows [R, V]: ids [R], and whether each is the row's token.
+
+    It is if the nucleus ends among tokens above the least value of the head; past that the row must be searched.
+    """
+    head = min(_HEAD, logits.shape[1])
+    values, ids = logits.topk(head, dim=-1)
+    certain = values > values[:, -1:] if head < logits.shape[1] else torch.ones_like(values, dtype=torch.bool)
+    ids = ids.gather(-1, _order_keys(values, ids).sort(dim=-1, descending=True).indices)
+    candidates = weights.gather(-1, ids)
+    limit = _mass_limit(weights.sum(-1), params.top_p)
+    known = (candidates * certain).sum(-1) >= limit
+    return _draw_candidates(ids, candidates, limit, params.uniform), known
 
 
 def draw_from_top_k(logits: Tensor, maxima: Tensor, params: DrawParams, k: int) -> Tensor:
@@ -78,11 +101,15 @@ def draw_from_top_k(logits: Tensor, maxima: Tensor, params: DrawParams, k: int) 
     _, weights = _weights(values, maxima, params)
     rank = torch.arange(weights.shape[1], device=logits.device)
     weights.masked_fill_(rank >= params.top_k[:, None], 0)
-    cumulative = weights.cumsum(-1)
-    limit = _mass_limit(cumulative[:, -1], params.top_p)
-    weights.masked_fill_(cumulative - weights >= limit[:, None], 0)
+    return _draw_candidates(ids, weights, _mass_limit(weights.sum(-1), params.top_p), params.uniform)
+
+
+def _draw_candidates(ids: Tensor, weights: Tensor, limit: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from candidates [R, K] in (logit descending, id ascending) order, cut where `limit` [R] is reached."""
+    preceding = weights.cumsum(-1) - weights
+    weights = weights.masked_fill(preceding >= limit[:, None], 0)
     ids, order = ids.sort(dim=-1)
-    picked = _draw(weights.gather(-1, order), params.uniform)
+    picked = _draw(weights.gather(-1, order), uniform)
     return ids.gather(-1, picked[:, None])[:, 0]
 
 
