@@ -12,6 +12,7 @@ cumulative weights in the order of ids, with one uniform number per row.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,26 @@ class DrawParams(NamedTuple):
         return self._replace(**{name: getattr(self, name)[which] for name in self._fields[:5]})
 
 
-def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
+class Workspace:
+    """Large temporaries, kept from call to call: touching fresh memory can cost more than the arithmetic on it.
+
+    A tensor taken under a name is valid until the name is taken again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:size].view(shape)
+
+
+def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
     """Draw from rows of logits [R, V] with maxima [R], all of them finite; returns ids int64 [R].
 
     Rows without top_k and top_p need the cumulative weights alone. Rows with top_p try the 128 most likely tokens first
@@ -61,22 +81,22 @@ def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
     num_rows, vocab_size = logits.shape
     step = max(1, _SLICE_ELEMENTS.get(logits.device.type, _SLICE_ELEMENTS_OTHER) // vocab_size)
     parts = [
-        _draw_slice(logits[i : i + step], maxima[i : i + step], params.select(slice(i, i + step)))
+        _draw_slice(logits[i : i + step], maxima[i : i + step], params.select(slice(i, i + step)), workspace)
         for i in range(0, num_rows, step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _draw_slice(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
-    scaled, weights = _weights(logits, maxima, params)
+def _draw_slice(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
+    scaled, weights = _weights(logits, maxima, params, workspace)
     if params.any_top_k:
-        return _draw_filtered(scaled, weights, logits, params)
+        return _draw_filtered(scaled, weights, logits, params, workspace)
     if not params.any_top_p:
-        return _draw(weights, params.uniform)
+        return _draw(weights, params.uniform, workspace)
     tokens, known = _draw_from_head(weights, logits, params)
     if not known.all():
         rest = known.logical_not().nonzero()[:, 0]
-        tokens[rest] = _draw_filtered(scaled[rest], weights[rest], logits[rest], params.select(rest))
+        tokens[rest] = _draw_filtered(scaled[rest], weights[rest], logits[rest], params.select(rest), workspace)
     return tokens
 
 
@@ -95,10 +115,10 @@ def _draw_from_head(weights: Tensor, logits: Tensor, params: DrawParams) -> tupl
     return _draw_candidates(ids, candidates, limit, params.uniform), known
 
 
-def draw_from_top_k(logits: Tensor, maxima: Tensor, params: DrawParams, k: int) -> Tensor:
+def draw_from_top_k(logits: Tensor, maxima: Tensor, params: DrawParams, k: int, workspace: Workspace) -> Tensor:
     """As :func:`draw_from_all` for rows that all have top_k <= k, with k small: only k candidates are looked at."""
     values, ids = top_k_lowest_id(logits, k)
-    _, weights = _weights(values, maxima, params)
+    _, weights = _weights(values, maxima, params, workspace)
     rank = torch.arange(weights.shape[1], device=logits.device)
     weights.masked_fill_(rank >= params.top_k[:, None], 0)
     return _draw_candidates(ids, weights, _mass_limit(weights.sum(-1), params.top_p), params.uniform)
@@ -143,13 +163,16 @@ def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
     return (ordered.to(torch.int64) << 32) - ids
 
 
-def _weights(logits: Tensor, maxima: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+def _weights(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """(l - max) / temperature as float32, and the integer weights, 0 where min_p cuts; both shaped as `logits`."""
-    scaled = (logits - maxima[:, None]).div_(params.temperature[:, None])
-    relative = scaled.exp()
+    scaled = workspace.take("scaled", logits.shape, torch.float32)
+    torch.sub(logits, maxima[:, None], out=scaled).div_(params.temperature[:, None])
+    relative = torch.exp(scaled, out=workspace.take("relative", logits.shape, torch.float32))
     if params.any_min_p:
-        relative.mul_(relative >= params.min_p[:, None])
-    return scaled, relative.mul_(_WEIGHT_SCALE).to(torch.int64)
+        enough = workspace.take("flags", logits.shape, torch.bool)
+        relative.mul_(torch.ge(relative, params.min_p[:, None], out=enough))
+    weights = workspace.take("weights", logits.shape, torch.int64)
+    return scaled, weights.copy_(relative.mul_(_WEIGHT_SCALE))
 
 
 def _mass_limit(total: Tensor, top_p: Tensor) -> Tensor:
@@ -158,9 +181,10 @@ def _mass_limit(total: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(top_p >= 1.0, total, limit).clamp_(min=1)
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+def _draw(weights: Tensor, uniform: Tensor, workspace: Workspace | None = None) -> Tensor:
     """Invert the cumulative weights [R, N] at `uniform` [R]: the first index whose cumulative weight exceeds it."""
-    cumulative = weights.cumsum(-1)
+    out = workspace.take("cumulative", weights.shape, torch.int64) if workspace else None
+    cumulative = torch.cumsum(weights, -1, out=out)
     total = cumulative[:, -1]
     target = torch.minimum((uniform * total).to(torch.int64), total - 1)
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
@@ -176,7 +200,7 @@ class _Candidates(NamedTuple):
     weight: Tensor
 
 
-def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: DrawParams) -> Tensor:
+def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
     """Draw with top_k, then top_p, from rows [R, V]; `scaled` is overwritten. Returns ids int64 [R].
 
     The order of tokens is first seen in coarse steps, bins of 1/64 nat of the scaled logit. A histogram over the bins
@@ -184,7 +208,8 @@ def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: Draw
     Rows without top_k are best kept apart from rows with it: the mass that top_p cuts is that which top_k leaves.
     """
     num_rows = len(logits)
-    bins = scaled.mul_(-_BINS_PER_NAT).clamp_(max=_BINS - 1).to(torch.int64)
+    bins = workspace.take("bins", scaled.shape, torch.int64)
+    bins.copy_(scaled.mul_(-_BINS_PER_NAT).clamp_(max=_BINS - 1))
     histogram = torch.zeros((num_rows, _BINS), dtype=torch.int64, device=bins.device)
     if params.any_top_k:
         one = torch.ones((), dtype=torch.int64, device=bins.device).expand_as(bins)
@@ -193,7 +218,8 @@ def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: Draw
         mass = histogram.scatter_add_(1, bins, weights).cumsum_(1)
         total = mass[:, -1]
         last_bin = _cut_bin(mass, _mass_limit(total, params.top_p))
-    where = (bins <= last_bin).view(-1).nonzero()[:, 0]
+    kept = torch.le(bins, last_bin, out=workspace.take("flags", bins.shape, torch.bool))
+    where = kept.view(-1).nonzero()[:, 0]
     row = where // logits.shape[1]
     columns = (tensor.reshape(-1).index_select(0, where) for tensor in (bins, logits, weights))
     flat = _Candidates(row, where - row * logits.shape[1], *columns)
