@@ -108,12 +108,13 @@ def test_append_counts_each_row_apart_and_skips_rows_without_state() -> None:
 
 
 def test_empty_history_changes_nothing_and_starts_with_the_first_token() -> None:
-    logits = make_logits(1).abs()
+    logits = make_logits(2).abs()
     state = new_state()
     state.assign(0, ALL)
-    assert torch.equal(applied(state, logits, [0]), logits)
+    state.assign(1, ALL, list(range(100, 200)))  # a longer mate, so that row 0 is padded
+    assert torch.equal(applied(state, logits, [0, 1])[0], logits[0])
     state.append(np.array([0]), torch.tensor([33]))
-    assert applied(state, logits, [0])[0].tolist() == expected(logits[0], ALL, [], [33])
+    assert applied(state, logits, [0, 1])[0].tolist() == expected(logits[0], ALL, [], [33])
 
 
 def test_slots_exist_only_for_rows_that_need_them_and_are_reused() -> None:
@@ -148,7 +149,7 @@ def test_every_row_may_need_a_slot() -> None:
 def test_reused_slot_has_no_count_of_its_former_request() -> None:
     state = new_state(1)
     logits = make_logits(1)
-    state.assign(0, ALL, list(range(50)), list(range(50, 290)))
+    state.assign(0, ALL, list(range(50)), list(range(290)))
     state.assign(0, ALL, [1], [2])
     assert applied(state, logits, [0])[0].tolist() == expected(logits[0], ALL, [1], [2])
 

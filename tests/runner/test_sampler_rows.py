@@ -191,6 +191,24 @@ def test_top_k_at_a_tie_keeps_the_lowest_ids() -> None:
         assert len(seen) > 0.9 * len(expected)
 
 
+@pytest.mark.parametrize("mate_top_k", [40, 256, 300, 0])
+def test_top_k_is_each_rows_own(mate_top_k: int) -> None:
+    sampler = sampler_of([SamplingParams(top_k=3), SamplingParams(top_k=mate_top_k)], outputs=lambda slot: [])
+    logits = torch.zeros(400, VOCAB)
+    tokens = sampler.sample(logits, [0, 1] * 200, [i // 2 for i in range(400)]).token_ids
+    assert set(tokens[0::2].tolist()) == {0, 1, 2}
+    assert 3 < len(set(tokens[1::2].tolist())) <= (mate_top_k or VOCAB)
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-30, 1e-13])
+def test_the_smallest_top_p_keeps_the_most_likely_token(top_p: float) -> None:
+    sampler = sampler_of([SamplingParams(top_p=top_p, temperature=100.0), SamplingParams(top_p=0.99)])
+    logits = make_logits(2)
+    for index in range(10):
+        result = sampler.sample(logits, [0, 1], [index] * 2)
+        assert result.token_ids[0] == logits[0].argmax()
+
+
 def test_padded_vocabulary_is_never_sampled_nor_seen_in_logprobs() -> None:
     vocab_size, real = 203, 190
     sampler = Sampler(4, vocab_size, invalid_token_ids=[*range(real, vocab_size), 77])
@@ -271,6 +289,20 @@ def test_assigning_a_slot_anew_leaves_nothing_of_its_former_request() -> None:
     assert result.token_ids.item() == logits[0].argmax()
     assert result.logprobs is None
     assert sampler.state.penalties.num_slots == 0
+
+
+def test_new_parameters_of_a_slot_hold_from_its_next_sample_on() -> None:
+    logits = torch.zeros(1, VOCAB)
+    sampler = Sampler(1, VOCAB)
+    for params, expected in [
+        (SamplingParams(top_k=5), set(range(5))),
+        (SamplingParams(top_k=2), {0, 1}),
+        (SamplingParams(temperature=0.0), {0}),
+        (SamplingParams(top_k=4), set(range(4))),
+        (SamplingParams(top_p=0.001), {0, 1}),
+    ]:
+        sampler.state.assign(0, params, 1)
+        assert {sampler.sample(logits, [0], [i]).token_ids.item() for i in range(60)} == expected
 
 
 def test_the_callers_logits_are_left_as_they_are() -> None:

@@ -36,7 +36,7 @@ class DrawParams(NamedTuple):
     min_p: Tensor
     """float32."""
     top_p: Tensor
-    """float64."""
+    """float64, > 0."""
     top_k: Tensor
     """int64, >= 1."""
     uniform: Tensor
@@ -176,9 +176,8 @@ def _weights(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Work
 
 
 def _mass_limit(total: Tensor, top_p: Tensor) -> Tensor:
-    """A token stays while the weight before it is below this: ceil(top_p * total), at least 1 (the top token)."""
-    limit = (top_p * total).ceil().to(torch.int64)
-    return torch.where(top_p >= 1.0, total, limit).clamp_(min=1)
+    """A token stays while the weight before it is below this: ceil(top_p * total), at least 1 as top_p > 0."""
+    return torch.where(top_p >= 1.0, total, (top_p * total).ceil().to(torch.int64))
 
 
 def _draw(weights: Tensor, uniform: Tensor, workspace: Workspace | None = None) -> Tensor:
