@@ -15,7 +15,7 @@ import minillm
 from minillm.core.errors import ConfigError, ModelLoadError, UnknownPolicyError
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
-from minillm.engine.factory import default_sampling_params, read_chat_template, resolve_device
+from minillm.engine.factory import build_engine, default_sampling_params, read_chat_template, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,11 @@ def test_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
         EngineConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["scheduling_policy", "victim_policy"])
-def test_unknown_policy_is_refused_when_the_engine_is_made(name: str) -> None:
-    with pytest.raises(UnknownPolicyError, match="no-such-policy"):
-        make_parts(**{name: "no-such-policy"})
+@pytest.mark.parametrize("name", ["scheduling_policy", "victim_policy", "chat_template"])
+def test_unknown_name_is_refused_before_the_model_is_loaded(name: str) -> None:
+    error = ConfigError if name == "chat_template" else UnknownPolicyError
+    with pytest.raises(error, match="no-such-thing"):
+        build_engine(EngineConfig("no-such-model", **{name: "no-such-thing"}))
 
 
 def test_config_is_immutable_and_replaceable() -> None:

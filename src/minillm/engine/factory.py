@@ -90,12 +90,16 @@ def build_engine(
     *,
     observer: Observer | None = None,
     progress: Callable[[str], None] | None = None,
+    model: LoadedModel | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> EngineParts:
     """Load the model and assemble its engine.
 
     Raises :class:`ConfigError` for settings that do not fit the model or this machine, :class:`ModelLoadError` for a
-    model that cannot be loaded. `progress` is told in one line what takes long.
+    model that cannot be loaded. `progress` is told in one line what takes long. `model` and `tokenizer`, where given,
+    are used instead of loading (several engines may share them: nothing in them changes).
     """
+    check_names(config)
     from minillm.memory.paged_kv_cache import PagedKVCache
     from minillm.memory.swap_space import SwapSpace
     from minillm.models.loader import load_model
@@ -103,8 +107,10 @@ def build_engine(
     from minillm.runner.pytorch_model_runner import PyTorchModelRunner
 
     device = resolve_device(config.device)
-    model = load_model(config.model, config.dtype, device, progress)
-    tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else model.path)
+    if model is None:
+        model = load_model(config.model, config.dtype, device, progress)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else model.path)
     limits = _limits(config, model, device)
     spec = _kv_spec(config, model)
     cache = PagedKVCache(spec, limits.num_blocks, device)
@@ -115,11 +121,11 @@ def build_engine(
     runner = PyTorchModelRunner(
         model.decoder,
         cache,
-        swap,
         max_num_seqs=config.max_num_seqs,
         max_model_len=min(limits.max_model_len, limits.num_blocks * config.block_size),
+        swap_space=swap,
         eos_token_ids=sorted(eos_ids),
-        has_token=tokenizer.has_token,
+        invalid_token_ids=[i for i in range(limits.vocab_size) if not tokenizer.has_token(i)],
     )
     return assemble_engine(
         config,
@@ -201,6 +207,15 @@ def assemble_engine(
         num_swap_blocks=limits.num_swap_blocks,
     )
     return EngineParts(config, engine, inputs, info)
+
+
+def check_names(config: EngineConfig) -> None:
+    """Refuse what names nothing (a policy, a template file) before the model is loaded."""
+    from minillm.core.policies import get_queue_policy, get_victim_policy
+
+    get_queue_policy(config.scheduling_policy)
+    get_victim_policy(config.victim_policy)
+    read_chat_template(config.chat_template)
 
 
 def resolve_device(device: str) -> str:
