@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("minillm", deadline=None)
+settings.load_profile("minillm")
 
 
 def find_shared_data() -> Path | None:

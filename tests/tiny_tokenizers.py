@@ -84,6 +84,7 @@ def sentencepiece_model() -> bytes:
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
         user_defined_symbols=["<tool_call>"],
         control_symbols=["<|user|>", "<|end|>"],
         hard_vocab_limit=False,

@@ -125,17 +125,21 @@ def test_invalid_bytes_do_not_hold_back_the_stream(tokenizer: Tokenizer, bad: by
 
 
 def test_prompt_that_stops_inside_a_character_gives_it_to_the_output() -> None:
-    rocket = byte_ids(BYTE_LEVEL, "🚀".encode())
-    for cut in (1, 2, 3):
-        prompt = BYTE_LEVEL.encode("go ") + rocket[:cut]
-        assert "".join(deltas(BYTE_LEVEL, rocket[cut:], prompt)) == "🚀"
-        assert "".join(deltas(BYTE_LEVEL, BYTE_LEVEL.encode("x"), prompt)) == "�x"
+    for char in "é한🚀":
+        ids = byte_ids(BYTE_LEVEL, char.encode())
+        for cut in range(1, len(ids)):
+            prompt = BYTE_LEVEL.encode("go ") + ids[:cut]
+            assert "".join(deltas(BYTE_LEVEL, ids[cut:], prompt)) == char
+            assert "".join(deltas(BYTE_LEVEL, BYTE_LEVEL.encode("x"), prompt)) == "�x"
 
 
 def test_sentencepiece_spaces_survive_streaming() -> None:
     for text in ["the quick brown fox", " leading space", "def f():\n    return 1", "  two"]:
         ids = SENTENCEPIECE.encode(text)
         assert "".join(deltas(SENTENCEPIECE, ids)) == text == SENTENCEPIECE.decode(ids)
+    spaces = SENTENCEPIECE.piece_to_id("▁▁")
+    assert spaces is not None
+    assert deltas(SENTENCEPIECE, [spaces, spaces]) == [" ", "  ", ""]  # one space is the tokenizer's, no more
     prompt = SENTENCEPIECE.encode("the quick")
     space_fox = SENTENCEPIECE.encode("fox", add_special_tokens=False)
     assert SENTENCEPIECE.id_to_piece(space_fox[0]).startswith("▁")

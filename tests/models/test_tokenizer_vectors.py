@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
+from minillm.models.default_model import BUILTIN_MODELS, builtin_path
+from minillm.models.pre_tokenizers import PRE_TOKENIZERS
 from minillm.models.tokenizer import Tokenizer, load_tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
-def find_builtin_gguf() -> Path | None:
-    """The built-in model's file, where an earlier run has fetched it."""
-    cache = Path(os.environ.get("MINILLM_CACHE", Path.home() / ".cache" / "minillm"))
-    return next(iter(sorted(cache.rglob("SmolLM2-135M-Instruct.Q4_1.gguf"))), None)
+@pytest.fixture(scope="module")
+def builtin_file() -> Path:
+    """The built-in model's file, where it has been fetched already."""
+    path = builtin_path(BUILTIN_MODELS["smollm2-135m"])
+    if not path.is_file():
+        pytest.skip(f"the built-in model is not in the cache ({path})")
+    return path
 
 
 @pytest.fixture(scope="module")
-def builtin_tokenizer() -> Tokenizer:
-    path = find_builtin_gguf()
-    if path is None:
-        pytest.skip("the built-in model is not in the cache yet")
-    return load_tokenizer(path)
+def builtin_tokenizer(builtin_file: Path) -> Tokenizer:
+    return load_tokenizer(builtin_file)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,20 @@ def test_ids_equal_llamacpp_and_decode_back(
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize(
+    "name",
+    "gpt-2 llama-bpe qwen2 falcon starcoder refact command-r mpt deepseek-llm deepseek-coder".split(),  # noqa: SIM905
+)
+def test_no_text_is_split_into_more_pieces_than_llamacpp_has_ids(shared_data: Path, name: str) -> None:
+    """For the vocabularies that are not at hand: a piece takes at least one id."""
+    patterns = [Regex(pattern) for pattern in PRE_TOKENIZERS[name].patterns]
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated") for pattern in patterns])
+    for text, ids in read_vectors(shared_data, name):
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(text)]
+        assert "".join(pieces) == text
+        assert len(pieces) <= len(ids)
+
+
 @pytest.mark.integration
 def test_builtin_model_ids_equal_llamacpp_and_decode_back(shared_data: Path, builtin_tokenizer: Tokenizer) -> None:
     lines = (shared_data / "tokenizers" / "smollm2_llamacpp_vectors.jsonl").read_text(encoding="utf-8").splitlines()
@@ -83,13 +99,10 @@ def test_builtin_model_digits_and_numerals_are_split_one_by_one(builtin_tokenize
 
 
 @pytest.mark.integration
-def test_builtin_model_loads_in_under_a_second() -> None:
-    path = find_builtin_gguf()
-    if path is None:
-        pytest.skip("the built-in model is not in the cache yet")
+def test_builtin_model_loads_in_under_a_second(builtin_file: Path) -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        load_tokenizer(path).encode("warm")
+        load_tokenizer(builtin_file).encode("warm")
         times.append(time.perf_counter() - start)
     assert min(times) < 1.0

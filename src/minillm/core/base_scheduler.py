@@ -34,7 +34,7 @@ from minillm.core.plan import (
 )
 from minillm.core.policies import QueueContext, get_queue_policy, get_victim_policy
 from minillm.core.prefix_cache import HashFunction, PrefixCache, chain_digest
-from minillm.core.request import RUNNING, Request, RequestState, Transition
+from minillm.core.request import RUNNING, EndedRequest, Request, RequestState, Transition
 from minillm.core.stats import Counters, SchedulerStats
 from minillm.core.waiting_queue import WaitingQueue
 
@@ -103,11 +103,12 @@ class BaseScheduler:
         self.step = 0
         self.max_model_len = config.effective_max_model_len
         self._requests: dict[str, Request] = {}
-        self._ended: OrderedDict[str, Request] = OrderedDict()
+        self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
         self._events = StepEvents()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, str]] = []
+        """Heap of (deadline, arrival number, id); entries of ended requests are dropped when they come up."""
         self._arrivals = 0
         self.num_swapped = 0
         self._head_wait: tuple[str, set[str]] | None = None
@@ -135,7 +136,7 @@ class BaseScheduler:
         """The id, and those that its children will get, must not be live; nor may an earlier group of this id be."""
         ids = [request.request_id] + [f"{request.request_id}#{choice}" for choice in range(1, request.group_size)]
         former = self._ended.get(request.request_id)
-        ids += [child.request_id for child in former.children] if former is not None else []
+        ids += former.children if former is not None else ()
         for used in ids:
             if used in self._requests:
                 raise DuplicateRequestError(used)
@@ -158,7 +159,11 @@ class BaseScheduler:
         self.waiting.push(request)
         self.counters.submitted += 1
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival_seq, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival_seq, request.request_id))
+            if len(self._deadlines) > 2 * len(self._requests) + 64:
+                live = {r.arrival_seq for r in self._requests.values()}
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+                heapq.heapify(self._deadlines)
         self.observer.on_submit(request, now)
 
     def cancel(self, request_id: str, now: float, reason: str = "cancelled") -> bool:
@@ -173,11 +178,11 @@ class BaseScheduler:
     def _group_members(self, request_id: str) -> list[Request]:
         """Live members that a cancel of this id means. A parent may have ended while its children live on."""
         request = self._requests.get(request_id)
-        if request is None:
-            request = self._ended.get(request_id)
-        if request is None:
-            return []
-        return [member for member in (request, *request.children) if member.request_id in self._requests]
+        if request is not None:
+            ids = [request_id, *(child.request_id for child in request.children)]
+        else:
+            ids = list(self._ended[request_id].children) if request_id in self._ended else []
+        return [self._requests[member] for member in ids if member in self._requests]
 
     def finish(self, request_id: str, output_index: int, now: float, reason: str = "stop") -> bool:
         """A stop string ended the request with output token `output_index`; later tokens are dropped.
@@ -410,7 +415,8 @@ class BaseScheduler:
             self._stop_ids[token_id] -= 1
             if not self._stop_ids[token_id]:
                 del self._stop_ids[token_id]
-        self._ended[request.request_id] = request
+        request.published, request.block_keys = [], []
+        self._ended[request.request_id] = request.ended()
         self._ended.move_to_end(request.request_id)
         while len(self._ended) > KEEP_ENDED:
             self._ended.popitem(last=False)
@@ -442,12 +448,11 @@ class BaseScheduler:
 
     def _expire_deadlines(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if self._requests.get(request.request_id) is request or any(
-                self._requests.get(child.request_id) is child for child in request.children
-            ):
+            _, arrival_seq, request_id = heapq.heappop(self._deadlines)
+            members = self._group_members(request_id)
+            if members and members[0].arrival_seq == arrival_seq:  # not a later request of the same id
                 self.counters.expired += 1
-                self.cancel(request.request_id, now, "deadline passed")
+                self.cancel(request_id, now, "deadline passed")
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -488,8 +493,7 @@ class BaseScheduler:
         """In words: what the request waits for, or what happened to it. KeyError if it is not known (any more)."""
         from minillm.core.explain import explain
 
-        request = self._requests.get(request_id) or self._ended[request_id]
-        return explain(self, request)
+        return explain(self, self._requests.get(request_id) or self._ended[request_id])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; running requests keep their blocks. Always True."""

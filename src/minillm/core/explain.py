@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from minillm.core.request import QUEUED, RUNNING, Request, RequestState
+from minillm.core.request import QUEUED, RUNNING, EndedRequest, Request, RequestState
 
 if TYPE_CHECKING:
     from minillm.core.base_scheduler import BaseScheduler
 
 
-def explain(scheduler: BaseScheduler, request: Request) -> str:
+def explain(scheduler: BaseScheduler, request: Request | EndedRequest) -> str:
     """One paragraph of where the request stands now, then its history, a line per event."""
-    lines = [f"request {request.request_id}: {_present(scheduler, request)}"]
+    present = _past(request) if isinstance(request, EndedRequest) else _present(scheduler, request)
+    lines = [f"request {request.request_id}: {present}"]
     start = request.arrival_time
     for time, step, _, reason in request.history:
         where = f"step {step}" if step >= 0 else "submit"
@@ -21,11 +22,16 @@ def explain(scheduler: BaseScheduler, request: Request) -> str:
     return "\n".join(lines)
 
 
+def _past(request: EndedRequest) -> str:
+    text = (
+        f"{request.state.value} ({request.finish_reason}); {request.prompt_len} prompt tokens "
+        f"({request.cached_tokens} cached), {request.num_generated} output, preempted {request.num_preemptions} times"
+    )
+    return text + (f"; error: {request.error}" if request.error else "")
+
+
 def _present(scheduler: BaseScheduler, request: Request) -> str:
     tokens = f"{request.prompt_len} prompt tokens ({request.cached_tokens} cached), {len(request.generated_ids)} output"
-    if request.is_ended:
-        text = f"{request.state.value} ({request.finish_reason}); {tokens}, preempted {request.num_preemptions} times"
-        return text + (f"; error: {request.error}" if request.error else "")
     if request.state in RUNNING:
         if request.child_of is not None and request.child_of.pending_fork:
             return f"prefilling through its parent {request.child_of.request_id}; {tokens}"

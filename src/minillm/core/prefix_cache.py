@@ -50,13 +50,13 @@ class BlockKey(NamedTuple):
 class CachedBlock:
     """One cached full block, or the root of a salt's forest (block -1)."""
 
-    __slots__ = ("block", "children", "dead", "key", "last_used", "parent", "quarantined", "referenced")
+    __slots__ = ("block", "dead", "key", "last_used", "num_children", "parent", "quarantined", "referenced")
 
     def __init__(self, key: BlockKey, parent: CachedBlock | None, block: int) -> None:
         self.key = key
         self.parent = parent
         self.block = block
-        self.children: set[CachedBlock] = set()
+        self.num_children = 0
         self.last_used = 0
         self.referenced = True
         self.quarantined = False
@@ -166,7 +166,7 @@ class PrefixCache:
                 chain.append(entry)
             return
         entry = CachedBlock(key, parent, block)
-        parent.children.add(entry)
+        parent.num_children += 1
         self._index[key.digest] = entry
         self._by_block[block] = entry
         chain.append(entry)
@@ -197,7 +197,7 @@ class PrefixCache:
         self._clock += 1
         entry.last_used = self._clock
         self.num_evictable += 1
-        if not entry.children:
+        if not entry.num_children:
             self._push_leaf(entry)
 
     def _push_leaf(self, entry: CachedBlock) -> None:
@@ -209,7 +209,7 @@ class PrefixCache:
     @staticmethod
     def _is_current(item: tuple[int, int, CachedBlock]) -> bool:
         entry = item[2]
-        return entry.evictable and not entry.children and entry.last_used == item[0]
+        return entry.last_used == item[0] and not entry.num_children and entry.evictable
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
@@ -223,42 +223,48 @@ class PrefixCache:
         while self._leaves:
             item = heapq.heappop(self._leaves)
             if self._is_current(item):
-                return self._drop(item[2])
-        inner = min((e for e in self._by_block.values() if e.evictable), key=lambda e: e.last_used)
-        return self._drop(inner)
+                self._forget(item[2])
+                return [item[2].block]
+        return self._evict_subtree(min((e for e in self._by_block.values() if e.evictable), key=lambda e: e.last_used))
 
-    def _drop(self, entry: CachedBlock) -> list[int]:
-        """Forget the entry and everything below it; returns the blocks that are free by it."""
-        freed = []
-        stack = [entry]
+    def _forget(self, entry: CachedBlock) -> None:
+        """Take an entry without children out of the index."""
+        if entry.evictable:
+            self.num_evictable -= 1
+            self.counters.evictions += 1
+        entry.dead = True
+        del self._index[entry.key.digest]
+        del self._by_block[entry.block]
         parent = entry.parent
-        while stack:
-            gone = stack.pop()
-            stack.extend(gone.children)
-            gone.children.clear()
-            if gone.evictable:
-                freed.append(gone.block)
-                self.num_evictable -= 1
-                self.counters.evictions += 1
-            gone.dead = True
-            del self._index[gone.key.digest]
-            del self._by_block[gone.block]
-        if parent is not None:
-            parent.children.discard(entry)
-            if not parent.children:
-                if parent.parent is None:
-                    parent.dead = True
-                    del self._roots[parent.key.token_bytes]
-                elif parent.evictable:
-                    self._push_leaf(parent)
-        return freed
+        assert parent is not None
+        parent.num_children -= 1
+        if not parent.num_children:
+            if parent.parent is None:
+                parent.dead = True
+                del self._roots[parent.key.token_bytes]
+            elif parent.evictable:
+                self._push_leaf(parent)
+
+    def _evict_subtree(self, top: CachedBlock) -> list[int]:
+        """Forget an inner entry and all that extends it; rare, so it looks through the whole index."""
+        doomed = {top}
+        grew = True
+        while grew:
+            below = {e for e in self._by_block.values() if e.parent in doomed and e not in doomed}
+            grew = bool(below)
+            doomed |= below
+        freed = [entry.block for entry in doomed if entry.evictable]
+        while doomed:
+            for entry in [e for e in doomed if not e.num_children]:
+                self._forget(entry)
+                doomed.discard(entry)
+        return sorted(freed)
 
     def reset(self) -> list[int]:
         """Forget everything; returns the blocks that were evictable. Blocks in use stay with their holders."""
         freed = [entry.block for entry in self._by_block.values() if entry.evictable]
         for entry in self._by_block.values():
             entry.dead = True
-            entry.children.clear()
         for root in self._roots.values():
             root.dead = True
         self._index.clear()

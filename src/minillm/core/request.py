@@ -54,6 +54,22 @@ class Transition(NamedTuple):
     reason: str
 
 
+class EndedRequest(NamedTuple):
+    """What is kept of an ended request, so that it can still be explained: its tokens are not."""
+
+    request_id: str
+    state: RequestState
+    finish_reason: str | None
+    error: str | None
+    arrival_time: float
+    prompt_len: int
+    cached_tokens: int
+    num_generated: int
+    num_preemptions: int
+    history: list[Transition]
+    children: tuple[str, ...]
+
+
 class Request:
     """One sequence. ``n > 1`` is a group: a parent and ``n - 1`` children that fork from it after its prefill.
 
@@ -211,7 +227,7 @@ class Request:
     @property
     def is_ended(self) -> bool:
         """Whether the request is finished, cancelled or failed."""
-        return self.state in ENDED
+        return self.finish_reason is not None
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Committed token ids of positions [start, end)."""
@@ -252,6 +268,22 @@ class Request:
         child.group_size = 1
         child.pending_fork = False
         return child
+
+    def ended(self) -> EndedRequest:
+        """The record that outlives the request."""
+        return EndedRequest(
+            request_id=self.request_id,
+            state=self.state,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            arrival_time=self.arrival_time,
+            prompt_len=self.prompt_len,
+            cached_tokens=self.cached_tokens,
+            num_generated=len(self.generated_ids),
+            num_preemptions=self.num_preemptions,
+            history=self.history,
+            children=tuple(child.request_id for child in self.children),
+        )
 
     def __repr__(self) -> str:
         return (

@@ -147,7 +147,8 @@ class ContinuousScheduler(BaseScheduler):
             room = self.blocks.num_available - self._decode_demand()
             if self.blocks.blocks_needed(first, first.kv_tokens + 1) <= room:
                 return True
-            candidates = [r for r in self._preemptible() if r.priority > first.priority]
+            key = self.waiting.key(first)
+            candidates = [r for r in self._preemptible() if r.priority > first.priority and self.waiting.key(r) > key]
             if not candidates and not self.decoding:
                 candidates = [r for r in self.prefilling if r is not first]
             if not candidates:

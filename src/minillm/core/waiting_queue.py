@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from minillm.core.policies import QueueContext, QueuePolicy
 from minillm.core.request import Request
 
+MAX_IDLE_USERS = 16_384
+"""Service counters that are kept for users without waiting requests; beyond it they are forgotten."""
+
 
 class WaitingQueue:
     """A heap with lazy deletion and lazy re-evaluation of keys.
@@ -54,6 +57,9 @@ class WaitingQueue:
     def _lift_user(self, user: str) -> None:
         # A user who was idle must not spend the credit of that time: start at the least counter of those who wait.
         served = self.context.served_tokens
+        if len(served) > MAX_IDLE_USERS + len(self._users):
+            for idle in [other for other in served if other not in self._users]:
+                del served[idle]
         if self._users[user] == 0 and self._users.total():
             floor = min(served.get(other, 0.0) for other, count in self._users.items() if count)
             served[user] = max(served.get(user, 0.0), floor)

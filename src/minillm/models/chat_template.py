@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 _MAX_MESSAGE_IN_ERROR = 300
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+# Names under which clients send a message's reasoning; templates read the first, gpt-oss's the second.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ControlTextGuard:
@@ -51,14 +54,12 @@ class ControlTextGuard:
         if isinstance(value, str):
             return self._protect_text(value, mark)
         if isinstance(value, Mapping):
-            return {self._protect_text(key, mark): self.protect(item, mark) for key, item in value.items()}
+            return {self._protect_text(str(key), mark): self.protect(item, mark) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.protect(item, mark) for item in value]
         return value
 
     def _protect_text(self, text: str, mark: str) -> str:
-        if not isinstance(text, str) or not text:
-            return text
         cuts = set(self.cuts(text))
         # The text's ends could complete a control text together with what the template prints around it.
         end, start = len(text.rstrip()), len(text) - len(text.lstrip())
@@ -111,13 +112,36 @@ def validate_messages(messages: object) -> list[dict[str, Any]]:
         raise InvalidParameterError("messages", type(messages).__name__, "it must be a list of messages")
     if not messages:
         raise InvalidParameterError("messages", [], "at least 1 message is needed")
-    return [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [
+        _validate_message(_plain(message, f"messages[{i}]"), f"messages[{i}]") for i, message in enumerate(messages)
+    ]
 
 
-def _validate_message(message: object, name: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
+def _plain(value: Any, name: str) -> Any:
+    """A copy made of JSON types alone: templates are programs from outside and get no other objects.
+
+    Pydantic models (what the OpenAI client returns) are dumped first.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, name) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump(), name)
+    raise InvalidParameterError(name, type(value).__name__, "only JSON types are allowed in it")
+
+
+def _validate_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
         raise InvalidParameterError(name, type(message).__name__, "it must be an object with role and content")
     result = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((result[key] for key in _REASONING_KEYS if key in result), None)
+    if reasoning is not None:
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     role = result.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidParameterError(f"{name}.role", role, "it must be a non-empty string")
@@ -184,41 +208,51 @@ def render_chat(
     which take precedence. ``continue_final_message`` ends the text with the last message's content, so that the
     model goes on with it. Raises :class:`ChatTemplateError` or :class:`InvalidParameterError`.
     """
-    chat = _with_argument_objects(validate_messages(messages), template)
-    if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
+    arguments = arguments or {}
+    for name in _RESERVED & arguments.keys():
+        raise InvalidParameterError("chat_template_kwargs", name, "it is a parameter of the request itself")
+    try:
+        chat = _with_argument_objects(validate_messages(messages), template)
+        given = {"messages": chat, "tools": _plain(tools, "tools"), **_plain(arguments, "chat_template_kwargs")}
+    except RecursionError:
+        raise InvalidParameterError("messages", "...", "messages or tools are nested too deeply") from None
+    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InvalidParameterError("tools", type(tools).__name__, "it must be a list of objects")
-    if continue_final_message and (add_generation_prompt or not isinstance(chat[-1].get("content"), str)):
-        rule = "it needs add_generation_prompt=False and a last message with text content"
+    if continue_final_message and (add_generation_prompt or "content" not in chat[-1]):
+        rule = "it needs add_generation_prompt=False and a last message with content"
         raise InvalidParameterError("continue_final_message", True, rule)
-    given = {"messages": chat, "tools": None if tools is None else list(tools), **(arguments or {})}
-    mark = None
-    if guard is not None:
-        given, mark = _marked(given, template, guard)
-    text = _render(template, {**(variables or {}), "add_generation_prompt": add_generation_prompt, **given})
-    if mark is not None:
-        text = text.replace(f"\\u{ord(mark):04x}", mark)  # a template may serialise to ASCII
+    mark, end = _unused_characters(given, template)
+    marked = given if guard is None else guard.protect(given, mark)
     if continue_final_message:
-        text = _cut_after(text, given["messages"][-1]["content"])
-    return text, (mark if mark is not None and mark in text else None)
+        *before, last = marked["messages"]
+        marked = {**marked, "messages": [*before, {**last, "content": f"{last['content']}{end} "}]}
+    text = _render(template, {**(variables or {}), "add_generation_prompt": add_generation_prompt, **marked})
+    text = text.replace(_ascii_escape(mark), mark)  # a template may serialise to ASCII
+    if continue_final_message:
+        text = _cut_at(text, end)
+    return text, (mark if mark in text else None)
 
 
-def _marked(given: dict[str, Any], template: str, guard: ControlTextGuard) -> tuple[dict[str, Any], str | None]:
-    """Everything a client sent, marked, and the mark; unchanged and None if there is nothing to mark."""
-    probe = "\0"
-    marked = guard.protect(given, probe)
-    if marked == given:
-        return given, None
-    seen = repr(given) + template
-    mark = next(mark for mark in _MARKS if mark not in seen and f"\\u{ord(mark):04x}" not in seen)
-    return guard.protect(given, mark), mark
+def _ascii_escape(character: str) -> str:
+    return f"\\u{ord(character):04x}"
 
 
-def _cut_after(text: str, content: str) -> str:
-    at = text.rfind(content.strip())
+def _unused_characters(given: dict[str, Any], template: str) -> tuple[str, str]:
+    """Two private-use characters that occur nowhere in what is rendered."""
+    seen = json.dumps(given, ensure_ascii=False) + template
+    unused = (c for c in _MARKS if c not in seen and _ascii_escape(c) not in seen)
+    found = tuple(itertools.islice(unused, 2))
+    if len(found) < 2:
+        raise InvalidParameterError("messages", "...", "they leave no private-use character (U+E000-U+F8FF) unused")
+    return found[0], found[1]
+
+
+def _cut_at(text: str, end: str) -> str:
+    """The text before the `end` character, without the white space that a template strips behind content."""
+    at = text.rfind(end)
     if at < 0:
         raise ChatTemplateError("continue_final_message: the chat template does not print the last message's content")
-    whole = text[at : at + len(content)] == content
-    return text[: at + len(content if whole else content.strip())]
+    return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
 
 
 def _render(template: str, context: dict[str, Any]) -> str:

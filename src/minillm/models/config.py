@@ -155,28 +155,28 @@ class ModelConfig:
             ModelLoadError: a field is missing or inconsistent.
         """
         arch = _hf_architecture(config)
-        num_heads = _required(config, "num_attention_heads")
-        hidden_size = _required(config, "hidden_size")
-        num_layers = _required(config, "num_hidden_layers")
+        num_heads = _size(config, "num_attention_heads")
+        hidden_size = _size(config, "hidden_size")
+        num_layers = _size(config, "num_hidden_layers")
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UnsupportedModelError(f"{arch}: hidden_act={config['hidden_act']!r}; only silu is computed")
         head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = 128 if arch == "qwen3" else hidden_size // num_heads
-        max_position = _required(config, "max_position_embeddings")
+        max_position = _size(config, "max_position_embeddings")
         bias = bool(config.get("attention_bias", False)) and arch in ("llama", "qwen3")
         eos = config.get("eos_token_id")
         return cls(
             architecture=arch,
-            vocab_size=_required(config, "vocab_size"),
+            vocab_size=_size(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size"),
+            intermediate_size=_size(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             max_position_embeddings=max_position,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number({"rms_norm_eps": 1e-6, **config}, "rms_norm_eps"),
             rope=_rope_from_hf(config, max_position),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             sliding_windows=_windows_from_hf(config, arch, num_layers),
@@ -211,31 +211,31 @@ class ModelConfig:
             raise _unsupported(str(arch), "GGUF architecture")
         fields = {key[len(arch) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{arch}.")}
         _refuse_keys(fields, arch)
-        num_heads = _required(fields, "attention.head_count")
         for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
             if isinstance(fields.get(key), list):
                 raise UnsupportedModelError(f"{arch}: {key} differs between layers")
-        hidden_size = _required(fields, "embedding_length")
+        num_heads = _size(fields, "attention.head_count")
+        hidden_size = _size(fields, "embedding_length")
         head_dim = fields.get("attention.key_length") or hidden_size // num_heads
         for key in ("attention.value_length", "rope.dimension_count"):
             if fields.get(key, head_dim) != head_dim:
                 raise UnsupportedModelError(f"{arch}: {key}={fields[key]} differs from the head size {head_dim}")
         if "token_embd.weight" not in tensor_shapes:
             raise ModelLoadError("tensor 'token_embd.weight' is missing")
-        num_layers = _required(fields, "block_count")
-        max_position = _required(fields, "context_length")
+        num_layers = _size(fields, "block_count")
+        max_position = _size(fields, "context_length")
         eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
             architecture=arch,
             vocab_size=tensor_shapes["token_embd.weight"][0],
             hidden_size=hidden_size,
-            intermediate_size=_required(fields, "feed_forward_length"),
+            intermediate_size=_size(fields, "feed_forward_length"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.get("attention.head_count_kv") or num_heads,
             head_dim=head_dim,
             max_position_embeddings=max_position,
-            rms_norm_eps=float(_required(fields, "attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=_number(fields, "attention.layer_norm_rms_epsilon"),
             rope=_rope_from_gguf(fields, arch, max_position, head_dim, rope_divisors),
             tie_word_embeddings="output.weight" not in tensor_shapes,
             sliding_windows=_windows_from_gguf(fields, arch, num_layers, max_position),
@@ -254,6 +254,20 @@ def _required(config: Mapping[str, Any], key: str) -> Any:
     if value is None:
         raise ModelLoadError(f"model config: {key} is missing")
     return value
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = _required(config, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelLoadError(f"model config: {key}={value!r} must be a positive integer")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str) -> float:
+    value = _required(config, key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ModelLoadError(f"model config: {key}={value!r} must be a number")
+    return float(value)
 
 
 def _unsupported(name: str, what: str) -> UnsupportedModelError:
@@ -314,15 +328,15 @@ def _make_rope(kind: str, theta: float, params: Mapping[str, Any], original: int
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=float(_required(params, "factor")))
+        return RopeConfig(theta=theta, kind=kind, factor=_number(params, "factor"))
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             kind=kind,
-            factor=float(_required(params, "factor")),
+            factor=_number(params, "factor"),
             original_max_position=original,
-            low_freq_factor=float(_required(params, "low_freq_factor")),
-            high_freq_factor=float(_required(params, "high_freq_factor")),
+            low_freq_factor=_number(params, "low_freq_factor"),
+            high_freq_factor=_number(params, "high_freq_factor"),
         )
     if kind == "yarn":
         factor = params.get("factor")

@@ -9,6 +9,8 @@ context's business, so the same code serves prefill, decode and mixed steps on a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,14 @@ from minillm.attention.interface import AttentionContext, LayerAttention
 from minillm.models.config import ModelConfig
 from minillm.models.layers import RMSNorm, RotaryEmbedding, silu_and_mul
 from minillm.models.linear import DenseLinear, Linear
+
+# A layer's products, and the checkpoint's projections whose rows are stacked in each.
+LAYER_LINEARS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 class DecoderLayer:
@@ -92,7 +102,9 @@ class Decoder:
         Returns:
             Normalised hidden states [T, hidden_size] in ``dtype``.
         """
-        residual = torch.nn.functional.embedding(input_ids, self.embedding)
+        # The residual stream stays in float32 whatever the dtype: it sums up every layer's rounding otherwise, and
+        # the norms read it in float32 anyway.
+        residual = torch.nn.functional.embedding(input_ids, self.embedding).float()
         cos, sin = self.rope.tables(positions)
         hidden = None
         for layer in self.layers:
@@ -111,6 +123,16 @@ class Decoder:
         """Give the output head a weight [vocab_size, hidden_size] of its own."""
         self.head = DenseLinear(head_weight)
 
+    def transform_linears(self, transform: Callable[[tuple[str, ...], Linear], Linear]) -> None:
+        """Replace every linear layer by ``transform(names, layer)``; names are the checkpoint tensors stacked in it."""
+        for layer in self.layers:
+            prefix = f"model.layers.{layer.index}."
+            for attribute, projections in LAYER_LINEARS.items():
+                names = tuple(f"{prefix}{projection}.weight" for projection in projections)
+                setattr(layer, attribute, transform(names, getattr(layer, attribute)))
+        tied = isinstance(self.head, DenseLinear) and self.head.weight is self.embedding
+        self.head = transform(("model.embed_tokens.weight" if tied else "lm_head.weight",), self.head)
+
     def weight_views(self) -> dict[str, Tensor]:
         """Checkpoint name (Transformers' naming) -> the tensor, or the rows of a fused one, that it fills."""
         views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
@@ -125,12 +147,11 @@ class Decoder:
             if layer.q_norm is not None and layer.k_norm is not None:
                 views[prefix + "self_attn.q_norm.weight"] = layer.q_norm.weight
                 views[prefix + "self_attn.k_norm.weight"] = layer.k_norm.weight
-            names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-            _add_rows(views, prefix, names, (q_size, kv_size, kv_size), _dense(layer.qkv))
-            _add_rows(views, prefix, ("self_attn.o_proj",), (config.hidden_size,), _dense(layer.output))
-            inner = (config.intermediate_size, config.intermediate_size)
-            _add_rows(views, prefix, ("mlp.gate_proj", "mlp.up_proj"), inner, _dense(layer.gate_up))
-            _add_rows(views, prefix, ("mlp.down_proj",), (config.hidden_size,), _dense(layer.down))
+            inner = config.intermediate_size
+            sizes = {"qkv": (q_size, kv_size, kv_size), "gate_up": (inner, inner)}
+            for attribute, projections in LAYER_LINEARS.items():
+                linear = _dense(getattr(layer, attribute))
+                _add_rows(views, prefix, projections, sizes.get(attribute, (config.hidden_size,)), linear)
         return views
 
 

@@ -86,10 +86,7 @@ class _Cursor:
     def string(self) -> str:
         length = self.scalar("Q")
         start = self.claim(length)
-        try:
-            return self.buffer[start : start + length].decode("utf-8")
-        except UnicodeDecodeError:
-            raise self.fail("a string is not UTF-8") from None
+        return self.buffer[start : start + length].decode("utf-8", "surrogateescape")
 
     def strings(self, count: int) -> list[str]:
         """`count` strings: a tight loop, since a vocabulary has hundreds of thousands."""
@@ -103,12 +100,10 @@ class _Cursor:
                 if length > size - position:
                     self.position = position
                     raise self.fail(f"a string of {length} bytes; the file is truncated or a length is corrupt")
-                out.append(buffer[position : position + length].decode("utf-8"))
+                out.append(buffer[position : position + length].decode("utf-8", "surrogateescape"))
                 position += length
         except struct.error:
             raise self.fail("it ends inside an array of strings") from None
-        except UnicodeDecodeError:
-            raise self.fail("a string is not UTF-8") from None
         self.position = position
         return out
 
@@ -141,6 +136,8 @@ class _Cursor:
 
 class GGUFFile:
     """An open GGUF file: ``metadata`` (key -> value) and ``tensors`` (name -> :class:`GGUFTensor`).
+
+    Strings that are not UTF-8 keep their bytes as surrogate escapes.
 
     Use as a context manager, or call :meth:`close`; the memory map lives until then.
 
@@ -200,7 +197,7 @@ class GGUFFile:
                 raise cursor.fail(f"tensor {name!r} occurs twice")
             if offset % alignment:
                 raise cursor.fail(f"tensor {name!r}: offset {offset} is not a multiple of {alignment}")
-            if shape and shape[-1] % block_size:
+            if shape[-1] % block_size:
                 raise cursor.fail(f"tensor {name!r}: rows of {shape[-1]} are no whole number of {type_name} blocks")
             if tensor.offset + tensor.num_bytes > cursor.size:
                 raise cursor.fail(
@@ -215,6 +212,8 @@ class GGUFFile:
         if not 1 <= num_dims <= _MAX_DIMS:
             raise cursor.fail(f"tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed")
         shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
+        if 0 in shape:
+            raise cursor.fail(f"tensor {name!r} has a dimension of 0")
         type_name, block_size, type_size = _type_layout(cursor.scalar("I"), name, cursor)
         return name, shape, type_name, block_size, type_size, cursor.scalar("Q")
 
@@ -223,11 +222,8 @@ class GGUFFile:
         import torch
 
         entry = self._entry(name)
-        rows = entry.num_elements // entry.shape[-1] if entry.num_elements else 0
-        data = torch.frombuffer(
-            bytearray(self._map[entry.offset : entry.offset + entry.num_bytes]) or bytearray(1), dtype=torch.uint8
-        )
-        return data[: entry.num_bytes].view(rows, -1)
+        data = bytearray(self._map[entry.offset : entry.offset + entry.num_bytes])
+        return torch.frombuffer(data, dtype=torch.uint8).view(entry.num_elements // entry.shape[-1], -1)
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor as float32 of its logical shape, whatever its stored type."""

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from minillm.core.errors import ModelLoadError
-from minillm.models.gguf_metadata import read_gguf_metadata
+from minillm.models.gguf import GGUFFile
 from minillm.models.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from minillm.models.tokenizer import Tokenizer
 
@@ -39,7 +39,8 @@ _SPACE_MARK = "▁"
 
 def load_gguf_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer and chat template of a GGUF file. Raises :class:`ModelLoadError`."""
-    return tokenizer_from_gguf_metadata(read_gguf_metadata(path), source=str(path))
+    with GGUFFile(path) as file:
+        return tokenizer_from_gguf_metadata(file.metadata, source=str(path))
 
 
 def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], source: str = "GGUF metadata") -> Tokenizer:

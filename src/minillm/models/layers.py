@@ -16,18 +16,21 @@ from minillm.models.config import RopeConfig
 class RMSNorm:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension (https://arxiv.org/abs/1910.07467).
 
-    Computed in float32, rounded to x's dtype before the weight is applied, as Transformers does.
+    Computed in float32, rounded to the weight's dtype before the weight is applied, as Transformers does.
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
-        self.eps = eps
+        self._eps = torch.tensor(eps, dtype=torch.float32, device=device)
+        self._inverse_size = 1.0 / size
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
+        """x [..., size], any floating dtype -> the same shape in the weight's dtype."""
         wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        # norm^2 / size + eps in two small operations; square, mean, add would be four, and dispatch is what costs.
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        scale = torch.addcmul(self._eps, norm, norm, value=self._inverse_size).rsqrt_()
+        return (wide * scale).to(self.weight.dtype).mul_(self.weight)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add x to `residual` in place, and return its norm: the two always come together between layers."""

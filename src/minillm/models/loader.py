@@ -22,6 +22,7 @@ from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile, dequantize
+from minillm.models.linear import DenseLinear, Linear, PackedLinear, QuantizedWeight, cpu_packs_bfloat16
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -107,7 +108,7 @@ def load_model(
         path=resolved.path,
         kind=resolved.kind,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        packed=False,
+        packed=isinstance(decoder.head, PackedLinear),
         generation_config=generation_config,
     )
 
@@ -120,6 +121,8 @@ def _load_folder(folder: Path, dtype: str, device: torch.device) -> tuple[Decode
     with SafetensorsFolder(folder) as source:
         decoder = Decoder(config, _resolve_dtype(dtype, config, device), device)
         fill(decoder, source, str(folder))
+    if _packs(decoder):
+        decoder.transform_linears(lambda _names, linear: PackedLinear(_dense(linear)))
     return decoder, generation_config
 
 
@@ -128,14 +131,30 @@ def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder, d
         source = GGUFWeights(file)
         decoder = Decoder(source.config, _resolve_dtype(dtype, source.config, device), device)
         fill(decoder, source, str(path))
+        if _packs(decoder):
+            decoder.transform_linears(lambda names, linear: _packed(names, linear, source, keep_codes=dtype == "auto"))
     return decoder, {}
+
+
+def _packs(decoder: Decoder) -> bool:
+    return decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16 and cpu_packs_bfloat16()
+
+
+def _packed(names: tuple[str, ...], linear: Linear, source: GGUFWeights, keep_codes: bool) -> PackedLinear:
+    parts = [(source.type_name(name), source.raw(name)) for name in names] if keep_codes else []
+    return PackedLinear(_dense(linear), QuantizedWeight.from_blocks(parts) if parts else None)
+
+
+def _dense(linear: Linear) -> DenseLinear:
+    assert isinstance(linear, DenseLinear)
+    return linear
 
 
 def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return _DTYPES[dtype]
     if device.type == "cpu":
-        return torch.float32
+        return torch.bfloat16 if cpu_packs_bfloat16() else torch.float32
     return torch.float16 if config.checkpoint_dtype == "float16" else torch.bfloat16
 
 

@@ -265,6 +265,10 @@ class Tokenizer:
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode("utf-8", "replace")
         return text[1:] if self.strips_first_space and text.startswith(" ") else text
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, its leading space kept; bytes of an unfinished character are U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     # Chat
 
     def apply_chat_template(
@@ -277,6 +281,7 @@ class Tokenizer:
         tokenize: bool = True,
         parse_special_in_content: bool = False,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> list[int] | str:
         """Render messages with the chat template; token ids, or the text with `tokenize=False`.
@@ -289,7 +294,9 @@ class Tokenizer:
         Exactly one BOS: the template's; the tokenizer adds none to it. A GGUF file whose template prints no BOS but
         whose tokenizer adds one gets that one.
 
-        `chat_template` replaces the model's own. Raises :class:`ChatTemplateError`.
+        `chat_template` replaces the model's own. `chat_template_kwargs` (and further keywords) are variables for it;
+        what a client sends belongs into the former, which cannot reach the parameters above. Raises
+        :class:`ChatTemplateError` or :class:`InvalidParameterError`.
         """
         template = chat_template or select_template(self.chat_templates, tools is not None, self.source)
         guard = None if parse_special_in_content else self._guard
@@ -300,7 +307,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=self._template_variables,
-            arguments=template_kwargs,
+            arguments={**template_kwargs, **(chat_template_kwargs or {})},
             guard=guard,
         )
         if not tokenize:
@@ -382,11 +389,12 @@ def _decoding_rule(decoder: Mapping[str, Any]) -> tuple[TextMode, bool, bool]:
 
 def _without_first_space(splitter: Any) -> Any:
     """The same pre-tokenizer for text that something precedes: `prepend_scheme: first` becomes `never`."""
-    state = json.dumps(_component_state(splitter))
-    changed = state.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-    if changed == state:
+    state = _component_state(splitter)
+    text = json.dumps(state)
+    changed = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    if changed == text:
         return splitter
-    clone = pre_tokenizers.PreTokenizer.__new__(type(splitter))
+    clone = pre_tokenizers.Sequence([]) if state["type"] == "Sequence" else pre_tokenizers.Metaspace()
     clone.__setstate__(changed.encode())
     return clone
 

@@ -1,0 +1,5 @@
+"""`python -m minillm`."""
+
+from minillm.cli import main
+
+main()

@@ -1,0 +1,180 @@
+"""What every benchmark needs: where and when it ran, fair timing, child processes, CSV files and tables."""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RESULTS = Path("benchmarks/results")
+"""Where results go, relative to the working directory."""
+
+
+def commit() -> str:
+    """Short commit of the source tree, with `-dirty` if files differ; the package's version outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return described.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return package_version("minillm-runtime")
+
+
+def package_version(name: str) -> str:
+    """Version of an installed package, or 'none'."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def environment(device: str, packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
+    """The columns that say where a figure is from; equal in all rows of one run."""
+    columns = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+        "device": device,
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+    columns.update({name: package_version(name) for name in packages})
+    return columns
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed run: wall-clock `seconds` for `tokens` generated tokens."""
+
+    seconds: float
+    tokens: int
+
+
+def timed(work: Callable[[], int]) -> Sample:
+    """Run `work`, which returns the number of tokens that it made."""
+    start = time.perf_counter()
+    tokens = work()
+    return Sample(time.perf_counter() - start, tokens)
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], int]], repeats: int, progress: Callable[[int, str], None] | None = None
+) -> dict[str, list[Sample]]:
+    """Time every contender `repeats` times, in rounds: each round runs all, starting one further than the last.
+
+    A machine that slows down or speeds up during the run then does so for all of them. One untimed round comes first.
+    """
+    names = list(contenders)
+    for name in names:
+        if progress:
+            progress(0, name)
+        contenders[name]()
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for round_number in range(repeats):
+        first = round_number % len(names)
+        for name in names[first:] + names[:first]:
+            if progress:
+                progress(round_number + 1, name)
+            samples[name].append(timed(contenders[name]))
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Median, least and greatest of a list of figures."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        """Summarise at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, form: str = ".1f") -> str:
+        """'median (least-greatest)'."""
+        return f"{self.median:{form}} ({self.least:{form}}-{self.greatest:{form}})"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildResult:
+    """How a child process ended: wall-clock `seconds`, `peak_bytes` of resident memory, and what it printed."""
+
+    seconds: float
+    peak_bytes: int
+    stdout: str
+
+
+_REPORT_PEAK = """
+with open("/proc/self/status") as _status, open(__import__("os").environ["MINILLM_PEAK_FILE"], "w") as _out:
+    _out.write(next(line.split()[1] for line in _status if line.startswith("VmHWM")))
+"""
+
+
+def run_child(code: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> ChildResult:
+    """Run Python `code` in a fresh process of this interpreter; raises RuntimeError with its stderr if it fails.
+
+    The peak is the kernel's own mark at the end of `code`, so short spikes are in it. (`ru_maxrss` will not do: a
+    child inherits its parent's.)
+    """
+    with tempfile.NamedTemporaryFile("r") as peak:
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code + _REPORT_PEAK, *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **(env or {}), "MINILLM_PEAK_FILE": peak.name},
+            check=False,
+        )
+        seconds = time.perf_counter() - start
+        if done.returncode != 0:
+            raise RuntimeError(f"child process ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        return ChildResult(seconds, int(peak.read()) * 1024, done.stdout)
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `rows`, which share their columns, as one file that replaces the old one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a file that :func:`write_csv` wrote."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

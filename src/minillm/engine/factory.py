@@ -1,0 +1,296 @@
+"""Assembly of an engine, in one place: model, tokenizer, KV pool, swap space, runner, scheduler, step loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.core.errors import ConfigError, InvalidParameterError, ModelLoadError
+from minillm.core.sampling_params import SamplingParams
+from minillm.engine.config import EngineConfig
+from minillm.engine.inputs import InputProcessor
+from minillm.engine.llm_engine import LLMEngine
+from minillm.engine.output_processor import OutputProcessor
+
+if TYPE_CHECKING:
+    from minillm.core.observer import Observer
+    from minillm.memory.paged_kv_cache import KVCacheSpec
+    from minillm.models.loader import LoadedModel
+    from minillm.models.tokenizer import Tokenizer
+    from minillm.runner.interface import ModelRunner
+
+logger = logging.getLogger("minillm.engine")
+
+GIB = 1 << 30
+DEFAULT_SWAP_GIB = 4.0
+
+_SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of a generation_config.json that set sampling defaults, and the fields they set (vLLM's list)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was loaded and how much room it has. Sizes in tokens and blocks.
+
+    `max_model_len` is what holds; `max_model_len_reduced` says that the KV pool, not the model, sets it.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    max_model_len_reduced: bool
+    num_blocks: int
+    block_size: int
+    num_swap_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """An assembled engine and what its users' side needs."""
+
+    config: EngineConfig
+    engine: LLMEngine
+    inputs: InputProcessor
+    model_info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the assembly needs to know of a model and the memory around it."""
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    num_swap_blocks: int
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    observer: Observer | None = None,
+    progress: Callable[[str], None] | None = None,
+    model: LoadedModel | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> EngineParts:
+    """Load the model and assemble its engine.
+
+    Raises :class:`ConfigError` for settings that do not fit the model or this machine, :class:`ModelLoadError` for a
+    model that cannot be loaded. `progress` is told in one line what takes long. `model` and `tokenizer`, where given,
+    are used instead of loading (several engines may share them: nothing in them changes).
+    """
+    check_names(config)
+    from minillm.memory.paged_kv_cache import PagedKVCache
+    from minillm.memory.swap_space import SwapSpace
+    from minillm.models.loader import load_model
+    from minillm.models.tokenizer import load_tokenizer
+    from minillm.runner.pytorch_model_runner import PyTorchModelRunner
+
+    device = resolve_device(config.device)
+    if model is None:
+        model = load_model(config.model, config.dtype, device, progress)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else model.path)
+    limits = _limits(config, model, device)
+    spec = _kv_spec(config, model)
+    cache = PagedKVCache(spec, limits.num_blocks, device)
+    swap = None
+    if limits.num_swap_blocks:
+        swap = SwapSpace(cache, limits.num_swap_blocks, pin_memory=config.pin_memory is not False)
+    eos_ids = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
+    runner = PyTorchModelRunner(
+        model.decoder,
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(limits.max_model_len, limits.num_blocks * config.block_size),
+        swap_space=swap,
+        eos_token_ids=sorted(eos_ids),
+        invalid_token_ids=[i for i in range(limits.vocab_size) if not tokenizer.has_token(i)],
+    )
+    return assemble_engine(
+        config,
+        limits,
+        runner,
+        tokenizer,
+        eos_token_ids=eos_ids,
+        default_params=default_sampling_params(config.generation_config, model.generation_config),
+        observer=observer,
+        asynchronous=device != "cpu",
+    )
+
+
+def assemble_engine(
+    config: EngineConfig,
+    limits: ModelLimits,
+    runner: ModelRunner,
+    tokenizer: Tokenizer,
+    *,
+    eos_token_ids: Iterable[int],
+    default_params: SamplingParams | None = None,
+    observer: Observer | None = None,
+    asynchronous: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> EngineParts:
+    """Put scheduler, step loop and input and output processing around a runner, whichever it is.
+
+    `asynchronous` says that the runner works while the host does; it decides about overlap where the configuration
+    does not.
+    """
+    from minillm.core.scheduler import ContinuousScheduler
+    from minillm.core.static_scheduler import StaticScheduler
+    from minillm.engine.stop_checker import TextStream
+
+    scheduler_config = config.scheduler_config(
+        num_blocks=limits.num_blocks, num_swap_blocks=limits.num_swap_blocks, max_model_len=limits.max_model_len
+    )
+    kind = StaticScheduler if config.scheduler == "static" else ContinuousScheduler
+    scheduler = kind(scheduler_config, observer=observer)
+    if scheduler_config.max_model_len_reduced:
+        logger.warning(
+            "max_model_len is %d, not %d: the KV pool has %d blocks of %d tokens",
+            scheduler_config.effective_max_model_len,
+            limits.max_model_len,
+            limits.num_blocks,
+            config.block_size,
+        )
+    outputs = OutputProcessor(
+        lambda params, prompt_ids: TextStream(tokenizer, params, prompt_ids),
+        lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
+    )
+    engine = LLMEngine(
+        scheduler,
+        runner,
+        outputs,
+        overlap=asynchronous if config.overlap is None else config.overlap,
+        check_invariants=config.check_invariants,
+        clock=clock,
+    )
+    inputs = InputProcessor(
+        tokenizer,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=frozenset(i for i in eos_token_ids if i < limits.vocab_size),
+        default_params=default_params,
+        chat_template=read_chat_template(config.chat_template),
+        seed=config.seed,
+    )
+    info = ModelInfo(
+        name=limits.name,
+        path=limits.path,
+        architecture=limits.architecture,
+        dtype=limits.dtype,
+        device=limits.device,
+        vocab_size=limits.vocab_size,
+        max_model_len=scheduler_config.effective_max_model_len,
+        max_model_len_reduced=scheduler_config.max_model_len_reduced,
+        num_blocks=limits.num_blocks,
+        block_size=config.block_size,
+        num_swap_blocks=limits.num_swap_blocks,
+    )
+    return EngineParts(config, engine, inputs, info)
+
+
+def check_names(config: EngineConfig) -> None:
+    """Refuse what names nothing (a policy, a template file) before the model is loaded."""
+    from minillm.core.policies import get_queue_policy, get_victim_policy
+
+    get_queue_policy(config.scheduling_policy)
+    get_victim_policy(config.victim_policy)
+    read_chat_template(config.chat_template)
+
+
+def resolve_device(device: str) -> str:
+    """The device to run on; "auto" is the CPU in this version. Raises :class:`ConfigError` for one that is not here."""
+    if device in ("auto", "cpu"):
+        return "cpu"
+    raise ConfigError(f"device={device!r} is not supported yet: this version runs on the CPU")
+
+
+def default_sampling_params(source: str, model_config: Mapping[str, Any]) -> SamplingParams:
+    """Sampling defaults: of the model ("auto"), the neutral ones ("vllm"), or of a folder's generation_config.json."""
+    if source == "vllm":
+        return SamplingParams()
+    values = model_config
+    if source != "auto":
+        path = Path(source).expanduser() / "generation_config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"generation_config={source!r}: {path} cannot be read: {error}") from error
+    given = {field: values[key] for key, field in _SAMPLING_DEFAULTS.items() if values.get(key) is not None}
+    try:
+        return replace(SamplingParams(), **given)
+    except InvalidParameterError as error:
+        raise ModelLoadError(f"generation_config of the model: {error}") from error
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """A chat template given as text, or as the path of a file that has it."""
+    if value is None or "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat_template={value!r} is neither a template nor a file: {error}") from error
+
+
+def _kv_spec(config: EngineConfig, model: LoadedModel) -> KVCacheSpec:
+    import torch
+
+    from minillm.memory.paged_kv_cache import KVCacheSpec
+
+    return KVCacheSpec(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        block_size=config.block_size,
+        dtype=getattr(torch, model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
+    )
+
+
+def _limits(config: EngineConfig, model: LoadedModel, device: str) -> ModelLimits:
+    """Sizes of the context, the pool and the swap space."""
+    from minillm.memory.paged_kv_cache import available_memory, default_num_blocks
+    from minillm.memory.swap_space import SwapSpace
+
+    longest = model.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's {longest} positions")
+    max_model_len = config.max_model_len if config.max_model_len is not None else longest
+    spec = _kv_spec(config, model)
+    num_blocks = config.num_gpu_blocks_override
+    if num_blocks is None:
+        num_blocks = default_num_blocks(spec, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+    swap_gib = config.swap_space
+    if swap_gib is None:
+        swap_gib = min(DEFAULT_SWAP_GIB, available_memory() / 8 / GIB)
+    return ModelLimits(
+        name=model.name,
+        path=str(model.path),
+        architecture=model.config.architecture,
+        dtype=model.dtype,
+        device=device,
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        num_swap_blocks=SwapSpace.slots_within(spec, swap_gib),
+    )

@@ -1,0 +1,249 @@
+"""The step loop: schedule, run, commit, deliver. Free of threads; :mod:`minillm.engine.engine_thread` drives it.
+
+```
+          add_request / cancel
+                  │
+   step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
+                              │
+            commit ◄── collect                of plan n
+                  │
+            text, stop strings, logprobs ──► updates for the callers
+                  └── finish(sequence, index) back to the scheduler
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from minillm.core.errors import EngineDeadError
+from minillm.core.plan import NoPlan, StepEvents, StepPlan
+from minillm.core.request import Request
+from minillm.engine.output_processor import OutputProcessor, RequestUpdate, TrackedRequest
+from minillm.runner.interface import ModelRunner
+
+if TYPE_CHECKING:
+    from minillm.core.base_scheduler import BaseScheduler
+    from minillm.core.stats import SchedulerStats
+
+logger = logging.getLogger("minillm.engine")
+
+
+class LLMEngine:
+    """One model's engine. All methods are for one thread, but for :meth:`validate`, :meth:`stats`, :meth:`explain`.
+
+    Those three read under `lock`, which the engine holds only while the scheduler works, never during a forward
+    pass: so they answer at once however long a step takes.
+    """
+
+    def __init__(
+        self,
+        scheduler: BaseScheduler,
+        runner: ModelRunner,
+        outputs: OutputProcessor,
+        *,
+        overlap: bool = False,
+        check_invariants: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.outputs = outputs
+        self.overlap = overlap
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.num_steps = 0
+        self.num_invariant_violations = 0
+        self._check_invariants = check_invariants
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._idle_plans = 0
+        self._failure: EngineDeadError | None = None
+        self._closed = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._in_flight) or self.scheduler.has_live_requests
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why the engine is dead, or None."""
+        return self._failure
+
+    def validate(self, request: Request) -> None:
+        """Raise what :meth:`add_request` would refuse the request with; callable from any thread."""
+        with self.lock:
+            self.scheduler.validate(request)
+
+    def add_request(self, request: Request, prompt: str | None = None, tag: Any = None) -> TrackedRequest:
+        """Hand a request to the scheduler; raises a :class:`RequestError` with nothing changed if it is refused."""
+        self._check_alive()
+        with self.lock:
+            self.scheduler.submit(request, self.clock())
+        try:
+            return self.outputs.add(request, prompt, tag)
+        except Exception:
+            with self.lock:
+                self.scheduler.cancel(request.request_id, self.clock(), "its output could not be set up")
+                self.scheduler.take_events()
+            raise
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        """Cancel a request in any state; its update (partial output, `cancelled`) is ready at once.
+
+        Idempotent: False for an unknown or ended request.
+        """
+        tracked = self.outputs.get(request_id)
+        if tracked is None or self._failure is not None:
+            return False
+        now = self.clock()
+        with self.lock:
+            self.scheduler.cancel(request_id, now, reason)
+            events = self.scheduler.take_events()
+        self._process(events, now)
+        self.outputs.end_open_choices(tracked, "cancelled", now)
+        return True
+
+    def take_updates(self) -> list[RequestUpdate]:
+        """What happened since the last look (also returned by :meth:`step`)."""
+        return self.outputs.take_updates()
+
+    def step(self) -> list[RequestUpdate]:
+        """Issue the next plan if there is one, and commit the oldest in flight unless it may go on running.
+
+        Raises :class:`EngineDeadError` (cause chained) when the runner or the scheduler fails: then no request is
+        live any more in the core, and :meth:`abandon` names those whose callers are still to be told.
+        """
+        self._check_alive()
+        try:
+            self._step()
+        except Exception as error:
+            raise self._die(error) from error
+        return self.outputs.take_updates()
+
+    def _step(self) -> None:
+        now = self.clock()
+        with self.lock:
+            plan = self.scheduler.schedule(now)
+        issued = isinstance(plan, StepPlan)
+        if isinstance(plan, StepPlan):
+            self.num_steps += 1
+            self._idle_plans = 0
+            handle = self.runner.forward(plan)
+            self._in_flight.append((plan, handle))
+            self.runner.sample(handle)
+        if self._in_flight and not (issued and self.overlap and len(self._in_flight) == 1):
+            self._commit_oldest()
+        elif not issued:
+            self._deliver_expired(plan, now)
+        if self._check_invariants:
+            self._run_invariants()
+
+    def _commit_oldest(self) -> None:
+        plan, handle = self._in_flight.popleft()
+        outcome = self.runner.collect(handle)
+        now = self.clock()
+        with self.lock:
+            events = self.scheduler.commit(plan, outcome, now)
+        self._process(events, now)
+
+    def _deliver_expired(self, reason: StepPlan | NoPlan, now: float) -> None:
+        """Nothing is in flight and nothing was scheduled: only deadlines can have done something."""
+        with self.lock:
+            events = self.scheduler.take_events()
+            live = self.scheduler.has_live_requests
+        self._process(events, now)
+        if not live or events.finished:
+            self._idle_plans = 0
+            return
+        # The core promises progress whenever something is pending. Waiting for it without end would be a hang.
+        self._idle_plans += 1
+        if self._idle_plans > 1:
+            raise RuntimeError(f"the scheduler has live requests, and nothing in flight, but no plan ({reason})")
+
+    def _process(self, events: StepEvents, now: float) -> None:
+        """Text work on events; what it found (stop strings, failed outputs) goes back to the scheduler."""
+        stops, failed = self.outputs.process(events, now)
+        if not stops and not failed:
+            return
+        with self.lock:
+            for sequence_id, index in stops:
+                self.scheduler.finish(sequence_id, index, now, "stop")
+            for request_id in failed:
+                self.scheduler.cancel(request_id, now, "its output failed")
+            events = self.scheduler.take_events()
+        # Ends of the sequences just named are known already; anything else in there is news.
+        self.outputs.process(events, now)
+
+    def _run_invariants(self) -> None:
+        from minillm.core import invariants
+
+        try:
+            with self.lock:
+                invariants.check(self.scheduler)
+        except Exception as violation:
+            # A failed check reports; it does not end live traffic.
+            self.num_invariant_violations += 1
+            logger.error("invariant violated after step %d: %r", self.num_steps, violation)
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges of the scheduler; callable from any thread."""
+        with self.lock:
+            return self.scheduler.stats()
+
+    def explain(self, request_id: str) -> str:
+        """What happened to a request and what it waits for, in words; callable from any thread."""
+        with self.lock:
+            return self.scheduler.explain(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False if some are in use and stay."""
+        with self.lock:
+            return self.scheduler.reset_prefix_cache()
+
+    def abandon(self) -> list[TrackedRequest]:
+        """Live requests whose callers have not been told the end, after a failure; they are forgotten here."""
+        live = self.outputs.live()
+        self.outputs.discard_all()
+        return live
+
+    def close(self) -> None:
+        """Free the runner's memory and threads; idempotent. Live requests must have been cancelled before."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_in_flight()
+        if self._failure is None:
+            self._failure = EngineDeadError("the engine is closed")
+        self.runner.close()
+
+    def _drop_in_flight(self) -> None:
+        """Wait for the device before memory goes; what the plans in flight bring no longer matters."""
+        while self._in_flight:
+            _, handle = self._in_flight.popleft()
+            try:
+                self.runner.collect(handle)
+            except Exception as error:
+                logger.debug("collect while closing: %r", error)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(str(self._failure)) from self._failure.__cause__
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        logger.error("the engine failed at step %d", self.num_steps, exc_info=error)
+        self._failure = EngineDeadError(f"the engine failed at step {self.num_steps}: {error!r}")
+        self._failure.__cause__ = error
+        self._drop_in_flight()
+        try:
+            with self.lock:
+                self.scheduler.fail_all(repr(error), self.clock())
+                self.scheduler.take_events()
+        except Exception as further:
+            logger.error("the scheduler could not be reset after the failure", exc_info=further)
+        return self._failure

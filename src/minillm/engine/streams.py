@@ -1,0 +1,231 @@
+"""Handles that callers hold on a running request: a future, a stream, an asynchronous stream.
+
+A stream buffers without bound: a reader that is slow, or that has not begun, never holds up the engine. The buffer is
+bounded by the request itself (one event per token). The engine refers to the buffer alone, never to the handle: so a
+handle that is dropped is collected at once, and cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from minillm.engine.outputs import Logprob, RequestOutput, TokenEvent
+
+if TYPE_CHECKING:
+    from minillm.engine.engine_thread import Ticket
+    from minillm.engine.runtime import Runtime
+
+
+class Sink(Protocol):
+    """Where the engine thread puts what happens to one request; `on_output` or `on_error` comes once, at the end."""
+
+    def on_events(self, events: Sequence[TokenEvent], prompt_scores: list[dict[int, Logprob] | None] | None) -> None:
+        """New events, in order, and the prompt's logprobs as far as known."""
+
+    def on_output(self, output: RequestOutput) -> None:
+        """The request has ended."""
+
+    def on_error(self, error: Exception) -> None:
+        """The request was refused late, or the engine failed."""
+
+
+class RequestFuture(Future[RequestOutput]):
+    """A `concurrent.futures.Future` of a request's output. `cancel()` cancels the request too.
+
+    A request that fails alone, or that `Runtime.cancel` ends, still has an output: look at its `finish_reason`, or
+    call `raise_for_error()`.
+    """
+
+    def __init__(self, runtime: Runtime, request_id: str) -> None:
+        super().__init__()
+        self.request_id = request_id
+        self._runtime = runtime  # keeps the engine alive while the caller waits for this
+        self._ticket: Ticket | None = None
+
+    def cancel(self) -> bool:
+        """Cancel the request and this future. False if it has ended already."""
+        if not super().cancel():
+            return False
+        if self._ticket is not None:
+            self._runtime.cancel_ticket(self._ticket)
+        return True
+
+    def on_events(self, events: Sequence[TokenEvent], prompt_scores: list[dict[int, Logprob] | None] | None) -> None:
+        """A future has no use for single tokens."""
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Resolve, unless the caller cancelled."""
+        if self.set_running_or_notify_cancel():
+            self.set_result(output)
+
+    def on_error(self, error: Exception) -> None:
+        """Resolve with an error, unless the caller cancelled."""
+        if self.set_running_or_notify_cancel():
+            self.set_exception(error)
+
+
+class EventBuffer:
+    """Unbounded buffer between the engine thread and one reader, who may wait in a thread or in an event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[TokenEvent] = deque()
+        self._wake: Callable[[], None] | None = None
+        self._ended = False
+        self._error: Exception | None = None
+        self.output: RequestOutput | None = None
+        self.prompt_scores: list[dict[int, Logprob] | None] | None = None
+
+    def on_events(self, events: Sequence[TokenEvent], prompt_scores: list[dict[int, Logprob] | None] | None) -> None:
+        """Append events and wake the reader."""
+        self.prompt_scores = prompt_scores
+        self._put(events)
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Mark the end."""
+        self.output = output
+        self._put((), ended=True)
+
+    def on_error(self, error: Exception) -> None:
+        """Mark the end; the reader gets `error` after what came before it."""
+        self._put((), ended=True, error=error)
+
+    def _put(self, events: Sequence[TokenEvent], ended: bool = False, error: Exception | None = None) -> None:
+        with self._lock:
+            self._events.extend(events)
+            self._ended = self._ended or ended
+            self._error = error if error is not None else self._error
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def poll(self, wake: Callable[[], None]) -> TokenEvent | None:
+        """The next event; None if there is none yet, and then `wake` is called once when that changes.
+
+        Raises StopIteration at the end, or (once) the error that ended the request.
+        """
+        with self._lock:
+            if self._events:
+                return self._events.popleft()
+            if not self._ended:
+                self._wake = wake
+                return None
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+
+class _StreamHandle:
+    """What both kinds of stream share. Dropping the handle cancels the request."""
+
+    def __init__(self, runtime: Runtime, ticket: Ticket, buffer: EventBuffer) -> None:
+        self.request_id = ticket.request_id
+        self._runtime = runtime
+        self._ticket = ticket
+        self._buffer = buffer
+        self._closed = False
+
+    @property
+    def output(self) -> RequestOutput | None:
+        """The whole output with its metrics, once the request has ended."""
+        return self._buffer.output
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Scores of the prompt if they were asked for; complete from the first token event on."""
+        return self._buffer.prompt_scores
+
+    def _cancel(self) -> None:
+        self._closed = True
+        self._runtime.cancel_ticket(self._ticket)
+
+    def __del__(self) -> None:
+        # May run anywhere, even in a thread that holds the runtime's lock: so this way takes none.
+        self._runtime.drop_ticket(self._ticket)
+
+
+class RequestStream(_StreamHandle, Iterator[TokenEvent]):
+    """Iterator over a request's token events; ends after the last one. Also a context manager.
+
+    `close()`, leaving a `with` block or dropping it cancels the request. Raises :class:`EngineDeadError` where the
+    engine failed.
+    """
+
+    def __init__(self, runtime: Runtime, ticket: Ticket, buffer: EventBuffer) -> None:
+        super().__init__(runtime, ticket, buffer)
+        self._ready = threading.Event()
+
+    def __next__(self) -> TokenEvent:
+        while not self._closed:
+            event = self._buffer.poll(self._ready.set)
+            if event is not None:
+                return event
+            self._ready.wait()
+            self._ready.clear()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancel the request and end the iteration, also for a reader that waits in another thread. Idempotent."""
+        self._cancel()
+        self._ready.set()
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class AsyncRequestStream(_StreamHandle, AsyncIterator[TokenEvent]):
+    """The same for asyncio: belongs to the event loop that first iterates it. `aclose()` cancels the request."""
+
+    def __init__(self, runtime: Runtime, ticket: Ticket, buffer: EventBuffer) -> None:
+        super().__init__(runtime, ticket, buffer)
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __anext__(self) -> TokenEvent:
+        while not self._closed:
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+            try:
+                event = self._buffer.poll(partial(_wake, loop, waiter))
+            except StopIteration:
+                break
+            if event is not None:
+                return event
+            self._waiter = waiter
+            await waiter
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request and end the iteration. Idempotent."""
+        self._cancel()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __aenter__(self) -> AsyncRequestStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+    """Wake a reader from the engine thread. Its loop may be gone; then nobody waits."""
+
+    def resolve() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    try:
+        loop.call_soon_threadsafe(resolve)
+    except RuntimeError as error:
+        if not loop.is_closed():
+            raise error
