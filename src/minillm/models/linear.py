@@ -14,10 +14,10 @@ from torch import Tensor
 
 from minillm.models.gguf import half_column, nibbles
 
-# Up to this many rows the 4-bit product is quicker than the bfloat16 one. One thread, microseconds of CPU time for the
-# shapes of SmolLM2-135M (4-bit / bfloat16) at 1, 4, 8, 12 and 16 rows: gate-up 576->3072 156/467, 235/445, 463/481,
-# 633/517, 826/534; down 1536->576 76/206, 112/214, 199/203, 284/220, 370/231; qkv and output cross at 8 to 10 rows too.
-# (Xeon with AMX, torch 2.13; the command is in docs/cpu.md.)
+# Up to this many rows the 4-bit product is quicker than the bfloat16 one. One thread, microseconds of CPU time for
+# SmolLM2-135M (4-bit / bfloat16) at 1, 4, 8, 12 and 16 rows: gate-up 576->3072 156/467, 235/445, 463/481, 633/517,
+# 826/534; down 1536->576 76/206, 112/214, 199/203, 284/220, 370/231; qkv and output cross at 8 to 10 rows too.
+# (Xeon with AMX, torch 2.13, 2026-11-29: python -m minillm.bench.cpu_products.)
 INT4_MAX_ROWS = 8
 # Two 4-bit products make an 8-bit one: ahead only up to here (head 576->49152, ms: 4.2/5.5 at 1 row, 7.0/5.4 at 4).
 INT8_MAX_ROWS = 2
