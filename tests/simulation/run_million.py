@@ -53,6 +53,7 @@ REQUIRED = (
     "refused: QueueFullError",
     "refused: InvalidParameterError",
     "prompts scored",
+    "ids used again",
     "steps overlapped",
     "static steps",
     "constant-hash steps",

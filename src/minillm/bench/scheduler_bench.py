@@ -225,21 +225,23 @@ def read_csv(path: Path) -> list[SchedulerCost]:
 
 def print_table(costs: Sequence[SchedulerCost]) -> None:
     """Print the measurements as a table."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     title = "schedule + commit per step (us)"
     if costs:
         title += f", {costs[0].device}, Python {costs[0].python}, {costs[0].commit}, {costs[0].date}"
-    table = Table(title=title, caption="medians but for p99 and mean; joins, tokens and evicted blocks are per step")
-    for heading in ("running", "median", "p99", "mean", "CPU", "schedule", "commit", "joins", "tokens", "evictions"):
+    table = Table(
+        title=title, box=box.SIMPLE, caption="medians but for p99; joins, tokens and evicted blocks are per step"
+    )
+    for heading in ("running", "median", "p99", "CPU", "schedule", "commit", "joins", "tokens", "evicted"):
         table.add_column(heading, justify="right")
     for cost in costs:
         table.add_row(
             str(cost.running),
             f"{cost.median_us:.0f}",
             f"{cost.p99_us:.0f}",
-            f"{cost.mean_us:.0f}",
             f"{cost.cpu_median_us:.0f}",
             f"{cost.schedule_median_us:.0f}",
             f"{cost.commit_median_us:.0f}",
