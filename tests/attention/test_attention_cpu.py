@@ -10,7 +10,10 @@ from paged_batches import PagedBatch, make_batch
 
 from minillm.attention.cpu import GatherWorkspace, PagedAttentionContext
 from minillm.attention.interface import LayerAttention
-from minillm.attention.metadata import AttentionMetadata
+from minillm.attention.metadata import AttentionMetadata, PrefillSpan
+from minillm.core.errors import ConfigError
+from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache
+from minillm.memory.swap_space import SwapSpace
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -177,7 +180,7 @@ def test_highest_blocks_give_the_same_bits_as_low_ones():
     size = high.cache.spec.block_size
     slots = high.metadata.slot_mapping
     spans = [
-        type(s)(s.query_start, s.query_len, s.context_len, [total - 1 - b for b in s.block_table])
+        PrefillSpan(s.query_start, s.query_len, s.context_len, [total - 1 - b for b in s.block_table])
         for s in high.metadata.prefills
     ]
     high.metadata = AttentionMetadata(
@@ -224,3 +227,40 @@ def test_solo_and_batched_rows_agree():
         context = PagedAttentionContext(batch.cache, [LayerAttention(0.125)], meta)
         alone = context.attend(0, *(x[row : row + 1] for x in (batch.q, batch.k, batch.v)))
         assert (alone[0] - together[row]).abs().max() < 2e-6
+
+
+def test_offsets_beyond_32_bits():
+    """B26: a pool of more than 2^31 elements of K; writes, copies, swaps and attention in its highest blocks."""
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16, dtype=torch.bfloat16)
+    num_blocks = (1 << 31) // (8 * 128 * 16) + 4
+    try:
+        cache = PagedKVCache(spec, num_blocks)  # 8 GiB of address space; only the pages written become resident
+    except ConfigError as error:
+        pytest.skip(f"no address space for the pool: {error}")
+    assert cache.k(0).numel() > 1 << 31
+    params = LayerAttention(128**-0.5)
+    small = make_batch([40], [(20, 20)], heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    small.cache.store.zero_()
+    expected = small.run(params)
+    low_to_high = [num_blocks - small.cache.num_blocks + block for block in range(small.cache.num_blocks)]
+    shift = low_to_high[0]
+    meta = small.metadata
+    spans = [
+        PrefillSpan(s.query_start, s.query_len, s.context_len, [b + shift for b in s.block_table])
+        for s in meta.prefills
+    ]
+    moved = AttentionMetadata(
+        meta.slot_mapping + shift * 16, meta.decode_block_tables + shift, meta.decode_seq_lens, spans
+    )
+    out = PagedAttentionContext(cache, [params], moved).attend(0, small.q, small.k, small.v)
+    assert torch.equal(out, expected)
+    for block, high in enumerate(low_to_high):
+        assert torch.equal(cache.store[:, :, high], small.cache.store[:, :, block])
+    cache.copy_blocks([(small.tables[0][0] + shift, 0)])
+    assert torch.equal(cache.store[:, :, 0], small.cache.store[:, :, small.tables[0][0]])
+    swap = SwapSpace(cache, 2)
+    written = small.tables[1][0]
+    swap.swap_out([written + shift], [1])
+    swap.swap_in([1], [1])
+    assert torch.equal(cache.store[:, :, 1], small.cache.store[:, :, written])
+    assert cache.store[:, :, 1].any()

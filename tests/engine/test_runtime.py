@@ -588,12 +588,12 @@ class TestFailures:
 
     def test_a_reader_that_raises_is_logged_and_others_go_on(self, caplog: pytest.LogCaptureFixture) -> None:
         with make_runtime() as runtime:
-            future = runtime.submit("abc", LONG)
 
             def broken(events, scores):
                 raise OSError("reader is gone")
 
-            future.on_events = broken  # type: ignore[method-assign]
+            stream = runtime.stream("abc", LONG)
+            stream._buffer.on_events = broken  # type: ignore[method-assign]
             assert runtime.submit("abc", GREEDY).result(WAIT).outputs[0].finish_reason == "length"
         assert "reader is gone" in caplog.text
 

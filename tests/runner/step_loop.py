@@ -58,14 +58,61 @@ def decoder_of(reference: Any, dtype: torch.dtype = torch.float32) -> Decoder:
     return decoder
 
 
+def windowed_reference() -> Any:
+    """A random Mistral whose layers see 12 positions."""
+    import transformers
+
+    torch.manual_seed(3)
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=12,
+            initializer_range=0.15,
+            attn_implementation="eager",
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+
+
+def wide_head_reference() -> Any:
+    """A random Qwen3 with head_dim 32 where hidden / heads is 16, and q/k norms."""
+    import transformers
+
+    torch.manual_seed(4)
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            initializer_range=0.15,
+            attn_implementation="eager",
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+
+
+def generate(reference: Any, ids: list[int], new_tokens: int) -> list[int]:
+    """Greedy generation by Transformers itself."""
+    prompt = torch.tensor([ids])
+    out = reference.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
 @cache
 def greedy_reference(ids: tuple[int, ...], new_tokens: int, heads: int = 9, kv_heads: int = 3) -> list[int]:
-    """Transformers' own greedy generation."""
-    prompt = torch.tensor([ids])
-    out = tiny_reference(heads, kv_heads).generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=False
-    )
-    return out[0, len(ids) :].tolist()
+    """Transformers' own greedy generation on :func:`tiny_reference`."""
+    return generate(tiny_reference(heads, kv_heads), list(ids), new_tokens)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from step_loop import VOCAB, Loop, decoder_of, greedy_reference, prompt, tiny_reference
+from step_loop import (
+    VOCAB,
+    Loop,
+    decoder_of,
+    generate,
+    greedy_reference,
+    prompt,
+    tiny_reference,
+    wide_head_reference,
+    windowed_reference,
+)
 
 from minillm.core.errors import ConfigError, EngineDeadError
 from minillm.core.plan import BlockCopy, DecodeBatch, StepPlan, SwapIn, SwapOut
@@ -100,6 +110,20 @@ class TestGreedyEqualsTransformers:
         submit_all(loop)
         want = {f"{i}": greedy_reference(tuple(prompt(n, i)), NEW, 14, 2) for i, n in enumerate(LENGTHS)}
         assert loop.run() == want
+
+
+@pytest.mark.parametrize("budget", [512, 16])
+@pytest.mark.parametrize("make", [windowed_reference, wide_head_reference])
+def test_sliding_windows_and_wide_heads_equal_transformers(make, budget):
+    """B28, B29: prompts around the window of 12, and decoding across it, whole and in chunks."""
+    reference = make()
+    loop = Loop(decoder_of(reference), options={"max_num_batched_tokens": budget})
+    lengths = (1, 5, 11, 12, 13, 30)
+    for n in lengths:
+        loop.submit(f"{n}", prompt(n, n), max_tokens=16)
+    tokens = loop.run()
+    for n in lengths:
+        assert tokens[f"{n}"] == generate(reference, prompt(n, n), 16)
 
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "max_tokens": 16}

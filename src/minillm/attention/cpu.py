@@ -146,9 +146,10 @@ class PagedAttentionContext:
         dtype = q.dtype
         if dtype != cache.spec.dtype:
             q, k, v = q.to(cache.spec.dtype), k.to(cache.spec.dtype), v.to(cache.spec.dtype)
-        decodes = self.metadata.num_decodes
         if not plan.prefills and len(plan.decodes) == 1:
-            return self._decode(plan.decodes[0], layer, params, q).to(dtype)
+            out = self._decode(plan.decodes[0], layer, params, q)
+            return out if out.dtype == dtype else out.to(dtype)
+        decodes = self.metadata.num_decodes
         out = torch.empty(q.shape, dtype=q.dtype)
         for call in plan.decodes:
             if call.rows is None:
@@ -164,7 +165,7 @@ class PagedAttentionContext:
         gather = call.gather
         gather.run(self.cache, layer)
         batch, num_heads, head_dim = q.shape
-        num_kv_heads = gather.keys.shape[1]
+        num_kv_heads = self.cache.spec.num_kv_heads
         ratio = num_heads // num_kv_heads
         if params.soft_cap is not None:
             folded = q.reshape(batch, num_kv_heads, ratio, head_dim)

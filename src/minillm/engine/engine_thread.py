@@ -258,7 +258,7 @@ class EngineThread:
         error = None
         with self._lock:  # the count and the scheduler's queue change together, for `_check_queue`
             try:
-                self.engine.add_request(ticket.request, ticket.prompt, ticket)
+                self.engine.add_request(ticket.request, ticket.prompt, ticket, ticket.sink.wants_events)
             except EngineDeadError:
                 raise
             except Exception as refusal:  # validation was before: whatever this is concerns the request alone

@@ -168,7 +168,7 @@ class PagedKVCache:
         return self.store[layer, 1, : self.num_blocks]
 
     def slot_rows(self, slot_mapping: Tensor) -> Tensor:
-        """Where each (token, KV head) of `slot_mapping` [T] int64 goes: int64 [T * num_kv_heads].
+        """Where each (token, KV head) of `slot_mapping` [T] int64 goes: int64 [T, num_kv_heads].
 
         The same for all layers, so a step computes it once and passes it to :meth:`write_rows`.
         """
@@ -176,15 +176,16 @@ class PagedKVCache:
         slots = torch.where(slot_mapping < 0, self.num_slots, slot_mapping)
         block = torch.div(slots, size, rounding_mode="floor")
         first = block * (heads * size) + (slots - block * size)
-        return (first[:, None] + self._heads * size).view(-1)
+        return first[:, None] + self._heads * size
 
     def write_rows(self, layer: int, k: Tensor, v: Tensor, slot_rows: Tensor) -> None:
         """Write k and v [T, num_kv_heads, head_dim] to the rows that :meth:`slot_rows` gave."""
-        dim, dtype = self.spec.head_dim, self.spec.dtype
+        dtype = self.spec.dtype
         if k.dtype != dtype:
             k, v = k.to(dtype), v.to(dtype)
-        self._key_slots[layer].index_copy_(0, slot_rows, k.reshape(-1, dim))
-        self._value_slots[layer].index_copy_(0, slot_rows, v.reshape(-1, dim))
+        index = (slot_rows,)
+        self._key_slots[layer].index_put_(index, k)  # unlike index_copy_ it takes the strided views of a packed product
+        self._value_slots[layer].index_put_(index, v)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write k and v [T, num_kv_heads, head_dim] of T tokens to slots `slot_mapping` [T] int64.
