@@ -198,3 +198,20 @@ def test_a_tied_head_is_packed_and_the_embedding_stays(tied: bool, tmp_path) -> 
         decoder.compute_logits(hidden), exact.compute_logits(hidden.float()), atol=0.02, rtol=0.02
     )
     assert decoder.head.quantized.inputs_twice
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("qtype", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize("vocab", [128, 131, 203])
+def test_a_vocabulary_that_is_no_multiple_of_a_tile(vocab: int, qtype: str, tmp_path) -> None:
+    """Logits are exactly vocab_size wide in every form; ids behind the tokenizer's are the sampler's to mask."""
+    path = write_gguf(make_reference("llama", vocab_size=vocab), tmp_path / "model.gguf", qtype)
+    exact = load_model(path, dtype="float32").decoder
+    for dtype in ("auto", "bfloat16"):
+        decoder = load_model(path, dtype=dtype).decoder
+        for rows in (0, 1, 5, 17):
+            hidden = torch.randn(rows, 64).bfloat16()
+            logits = decoder.compute_logits(hidden)
+            assert logits.shape == (rows, vocab)
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits, exact.compute_logits(hidden.float()), atol=0.05, rtol=0.02)

@@ -199,7 +199,7 @@ class PrefixCache:
                 entry.quarantined = True
 
     def on_unreferenced(self, blocks: Iterable[int]) -> list[int]:
-        """Nobody holds the blocks any more: cached ones are evictable from now on. Returns those that are not cached."""
+        """Nobody holds the blocks any more: cached ones are evictable from now on. Returns the others."""
         by_block = self._by_block
         plain = []
         for block in blocks:

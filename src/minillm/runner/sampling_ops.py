@@ -75,7 +75,7 @@ def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams, workspace:
     Rows without top_k and top_p need the cumulative weights alone. Rows with top_p try the 128 most likely tokens first
     (:func:`_draw_from_head`); the others, and rows with a large top_k, find the cut in a histogram
     (:func:`_draw_filtered`), so even a flat distribution is never sorted as a whole. One row of 49,152 on one core of
-    a Xeon with AVX-512: 0.15 ms plain, 0.25 ms in the head, 0.8 to 2 ms by histogram; a sort takes 3 ms. On a device
+    a Xeon with AVX-512: 0.15 ms plain, 0.4 ms in the head, 1 to 2 ms by histogram; a sort takes 3 ms. On a device
     other than a CPU the filtered paths synchronise.
     """
     num_rows, vocab_size = logits.shape
