@@ -240,6 +240,16 @@ class TestResolving:
         assert (resolve_model(path).path, resolve_model(path).kind) == (path, "gguf")
         assert (resolve_model(str(tmp_path)).path, resolve_model(tmp_path).kind) == (tmp_path, "safetensors")
 
+    def test_a_folder_with_nothing_but_gguf_files(self, tmp_path: Path) -> None:
+        only = tmp_path / "a.gguf"
+        only.write_bytes(b"")
+        assert resolve_model(tmp_path).path == only
+        (tmp_path / "b.gguf").write_bytes(b"")
+        with pytest.raises(ModelLoadError, match=r"2 \.gguf files"):
+            resolve_model(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        assert (resolve_model(tmp_path).path, resolve_model(tmp_path).kind) == (tmp_path, "safetensors")
+
     def test_another_kind_of_file_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "pytorch_model.bin"
         path.write_bytes(b"")
