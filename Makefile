@@ -32,7 +32,7 @@ $(DEV_STAMP): | $(BIN)/python
 
 .PHONY: demo
 demo: $(RUN_STAMP) ## answer a question with the built-in model
-	$(BIN)/minillm generate "What is the capital of France?" --temperature 0
+	$(BIN)/minillm generate "What is the capital of France?" --temperature 0 --dtype float32
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## ruff and mypy

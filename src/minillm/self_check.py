@@ -19,6 +19,8 @@ from minillm.engine.config import EngineConfig
 if TYPE_CHECKING:
     from minillm.engine.outputs import RequestOutput
     from minillm.engine.runtime import Runtime
+    from minillm.models.loader import LoadedModel
+    from minillm.models.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
 NEW_TOKENS = 16
@@ -91,39 +93,48 @@ WAYS = (
 
 def run_self_check(status: Callable[[str], None] = lambda _: None) -> Iterator[Result]:
     """Yield the result of each way as it is ready; the first is the reference for all others."""
-    prompts = load_prompts()
+    from minillm.models.loader import load_model
+    from minillm.models.tokenizer import load_tokenizer
+
+    model = load_model(MODEL, dtype="float32", progress=status)
+    tokenizer = load_tokenizer(model.path)
+    prompts = chat_prompts(tokenizer, QUESTIONS)
     reference: list[list[int]] = []
     for way in WAYS:
         status(way.name)
-        result, tokens = _run(way, prompts, reference)
+        result, tokens = _run(way, model, tokenizer, prompts, reference)
         reference = reference or tokens
         yield result
     status("transformers")
-    yield _run_transformers(prompts, reference)
+    yield _run_transformers(model, prompts, reference)
 
 
-def load_prompts() -> list[list[int]]:
-    """The questions as chat prompts, in token ids."""
-    from minillm.models.default_model import resolve_model
-    from minillm.models.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(resolve_model(MODEL).path)
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in QUESTIONS]
+def chat_prompts(tokenizer: Tokenizer, questions: Sequence[str]) -> list[list[int]]:
+    """Each question as a chat of one message, in token ids."""
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in questions]
     return [list(prompt) for prompt in prompts if not isinstance(prompt, str)]
 
 
-def _run(way: Way, prompts: Sequence[list[int]], reference: list[list[int]]) -> tuple[Result, list[list[int]]]:
+def _run(
+    way: Way, model: LoadedModel, tokenizer: Tokenizer, prompts: Sequence[list[int]], reference: list[list[int]]
+) -> tuple[Result, list[list[int]]]:
+    from minillm.engine.factory import build_engine
     from minillm.engine.runtime import Runtime
 
-    options = {**_COMMON, **way.options}
-    with Runtime(EngineConfig(model=MODEL, **options)) as runtime:
+    config = EngineConfig(model=MODEL, **{**_COMMON, **way.options})
+    parts = build_engine(config, model=model, tokenizer=tokenizer)
+    with Runtime(parts=parts) as runtime:
         start = time.perf_counter()
         for _ in range(way.passes):
             outputs = _generate(runtime, prompts, way.one_by_one)
         seconds = time.perf_counter() - start
         counters = runtime.stats().counters
     tokens = [output.outputs[0].token_ids for output in outputs]
-    not_taken = way.proof is not None and getattr(counters, way.proof) == 0
+    problem = ""
+    if way.proof is not None and getattr(counters, way.proof) == 0:
+        problem = f"{way.proof} is 0: nothing was checked"
+    elif parts.engine.num_invariant_violations:
+        problem = f"{parts.engine.num_invariant_violations} invariant violations"
     result = Result(
         name=way.name,
         prompts=len(prompts),
@@ -132,7 +143,7 @@ def _run(way: Way, prompts: Sequence[list[int]], reference: list[list[int]]) -> 
         recompute_preemptions=counters.preemptions_recompute,
         cached_tokens=counters.cached_tokens,
         seconds=seconds,
-        problem=f"{way.proof} is 0: nothing was checked" if not_taken else "",
+        problem=problem,
     )
     return result, tokens
 
@@ -145,16 +156,14 @@ def _generate(runtime: Runtime, prompts: Sequence[list[int]], one_by_one: bool) 
     return [future.result().raise_for_error() for future in futures]
 
 
-def _run_transformers(prompts: Sequence[list[int]], reference: Sequence[list[int]]) -> Result:
+def _run_transformers(model: LoadedModel, prompts: Sequence[list[int]], reference: Sequence[list[int]]) -> Result:
     import torch
 
     from minillm.bench import transformers_baseline
-    from minillm.models.loader import load_model
 
-    decoder = load_model(MODEL, dtype="float32", device="cpu").decoder
-    model = transformers_baseline.build_llama(decoder, torch.float32)
+    baseline = transformers_baseline.build_llama(model.decoder, torch.float32)
     start = time.perf_counter()
-    tokens = [transformers_baseline.greedy(model, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+    tokens = [transformers_baseline.greedy(baseline, [prompt], NEW_TOKENS)[0] for prompt in prompts]
     seconds = time.perf_counter() - start
     differing = _count_differing(tokens, reference)
     return Result("transformers generate", len(prompts), differing, 0, 0, 0, seconds)

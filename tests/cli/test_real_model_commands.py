@@ -24,7 +24,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_generate_says_paris_and_reports_its_speed() -> None:
-    done = run("generate", QUESTION, "--temperature", "0", "--max-tokens", "16")
+    done = run("generate", QUESTION, "--temperature", "0", "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr and "time to first token" in done.stderr
@@ -39,7 +39,16 @@ def test_json_and_stream_give_the_same_text() -> None:
 
 
 def test_chat_answers_two_turns() -> None:
-    done = run("chat", "--temperature", "0", "--max-tokens", "12", stdin=f"{QUESTION}\nAnd of Italy?\n/exit\n")
+    done = run(
+        "chat",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        stdin=f"{QUESTION}\nAnd of Italy?\n/exit\n",
+    )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
     assert "Paris" in first and second

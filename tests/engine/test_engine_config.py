@@ -68,6 +68,7 @@ def test_unknown_keyword_without_near_match() -> None:
         ("ageing_interval", 0),
         ("max_waiting", 0),
         ("watermark_blocks", -1),
+        ("user_weights", ["a"]),
         ("overlap", 1),
     ],
 )
@@ -106,6 +107,7 @@ def test_every_scheduling_option_reaches_the_scheduler() -> None:
         "watermark_blocks": 3,
         "ageing_interval": 2.5,
         "max_preemptions": 4,
+        "user_weights": {"a": 2.0},
     }
     config = EngineConfig("m", scheduling_policy="fair", **options)
     made = config.scheduler_config(num_blocks=10, num_swap_blocks=7, max_model_len=60)

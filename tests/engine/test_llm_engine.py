@@ -742,3 +742,20 @@ def test_counting_script_is_a_function_of_its_arguments() -> None:
     driver.run()
     assignment = driver.runner.rows[0].assignment
     assert [counting_script(assignment, i) for i in range(8)] == driver.outputs["r"].outputs[0].token_ids
+
+
+def test_without_events_the_output_is_the_same() -> None:
+    def outputs(wants_events: bool):
+        driver = EngineDriver(ScriptedRunner(row_failures={("bad", 2): "NaN"}))
+        driver.add("r", "abc", SamplingParams(n=3, seed=1, max_tokens=9, stop=["q"], logprobs=1))
+        driver.add("bad", "abcd", SamplingParams(seed=1, max_tokens=9))
+        for tracked in driver.engine.outputs.live():
+            tracked.wants_events = wants_events
+        driver.run()
+        events = sum(map(len, driver.events.values()))
+        return driver.outputs["r"].outputs, driver.outputs["bad"].outputs[0].text, events
+
+    *with_events, count = outputs(True)
+    *without, none = outputs(False)
+    assert without == with_events
+    assert (count > 0, none) == (True, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -588,12 +589,12 @@ class TestFailures:
 
     def test_a_reader_that_raises_is_logged_and_others_go_on(self, caplog: pytest.LogCaptureFixture) -> None:
         with make_runtime() as runtime:
-            future = runtime.submit("abc", LONG)
 
             def broken(events, scores):
                 raise OSError("reader is gone")
 
-            future.on_events = broken  # type: ignore[method-assign]
+            stream = runtime.stream("abc", LONG)
+            stream._buffer.on_events = broken  # type: ignore[method-assign]
             assert runtime.submit("abc", GREEDY).result(WAIT).outputs[0].finish_reason == "length"
         assert "reader is gone" in caplog.text
 
@@ -824,3 +825,40 @@ class TestConcurrency:
             assert wait_idle(runtime) == before
             assert runtime._engine.num_invariant_violations == 0
             assert runtime.is_alive
+
+    @pytest.mark.parametrize("ending", ["failure", "close"])
+    def test_nobody_hangs_when_the_engine_ends_under_fire(self, ending: str) -> None:
+        runner = ScriptedRunner(raise_in={"collect": 120} if ending == "failure" else {})
+        runtime = make_runtime(runner, overlap=True, num_blocks=60, num_swap_blocks=8)
+
+        async def read() -> str:
+            try:
+                return [event async for event in runtime.astream("abc", LONG)][-1].finish_reason
+            except EngineDeadError:
+                return "dead"
+
+        def work(worker: int) -> list[str]:
+            ends: list[str] = []
+            while not ends or ends[-1] not in ("dead", "cancelled"):
+                try:
+                    if worker % 3 == 0:
+                        ends.append(runtime.submit("abc", LONG).result(WAIT).outputs[0].finish_reason)
+                    elif worker % 3 == 1:
+                        ends.append(list(runtime.stream("abc", LONG))[-1].finish_reason)
+                    else:
+                        ends.append(asyncio.run(asyncio.wait_for(read(), WAIT)))
+                except EngineDeadError:
+                    ends.append("dead")
+            return ends
+
+        with ThreadPoolExecutor(9) as pool:
+            workers = [pool.submit(work, i) for i in range(9)]
+            if ending == "close":
+                time.sleep(0.05)
+                runtime.close()
+            ends = [worker.result(WAIT) for worker in workers]
+        assert all(end[-1] in ("dead", "cancelled") for end in ends)
+        assert set(itertools.chain(*ends)) <= {"length", "dead", "cancelled"}
+        eventually(lambda: not runtime._thread.is_alive, "the end of the thread")
+        assert runtime._thread.num_live == 0
+        runtime.close()

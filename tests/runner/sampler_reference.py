@@ -1,4 +1,4 @@
-"""The sampler in plain Python: one row, one token at a time, no tensors but for a scalar exp. The oracle of its tests.
+"""The sampler in plain Python: one row, one token at a time, no tensors but for exp. The oracle of its tests.
 
 It follows the text of the specification (order of steps, ties to the lowest id, inverse of the cumulative distribution
 in the order of ids) with the rounding that the implementation states: float32 logits, integer weights of 2^-40.
@@ -65,12 +65,10 @@ def choose(logits: Sequence[np.float32], params: SamplingParams, seed: int, choi
     if params.is_greedy:
         return order[0]
     top = logits[order[0]]
-    weights = {}
-    for i in order:
-        with np.errstate(over="ignore"):
-            scaled = F32(F32(logits[i] - top) / F32(params.temperature))
-        relative = torch.tensor(scaled).exp().item()
-        weights[i] = int(relative * 2.0**40) if relative >= F32(params.min_p) else 0
+    with np.errstate(over="ignore"):
+        scaled = [F32(F32(value - top) / F32(params.temperature)) for value in logits]
+    relative = torch.tensor(scaled).exp().tolist()
+    weights = [int(value * 2.0**40) if value >= F32(params.min_p) else 0 for value in relative]
     kept = order if params.top_k <= 0 else order[: params.top_k]
     total = sum(weights[i] for i in kept)
     limit = total if params.top_p >= 1.0 else max(1, math.ceil(params.top_p * float(total)))

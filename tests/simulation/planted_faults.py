@@ -148,14 +148,14 @@ def failed_swap_ignored(patch: MonkeyPatch) -> None:
 @fault
 def quarantine_skipped(patch: MonkeyPatch) -> None:
     """A block that the step in flight still reads is given to somebody else."""
-    original = KVBlockManager.release
+    original = KVBlockManager.release_table
 
-    def release(self: KVBlockManager, block: int) -> None:
+    def release_table(self: KVBlockManager, request: Request) -> None:
         step, self.quarantine_step = self.quarantine_step, None
-        original(self, block)
+        original(self, request)
         self.quarantine_step = step
 
-    patch.setattr(KVBlockManager, "release", release)
+    patch.setattr(KVBlockManager, "release_table", release_table)
 
 
 @fault

@@ -200,11 +200,10 @@ def _open(dtype: str) -> Runtime:
 def _prompts(count: int) -> list[list[int]]:
     """Chat prompts as token ids; the first has 37 tokens."""
     from minillm.models.tokenizer import load_tokenizer
+    from minillm.self_check import chat_prompts
 
-    tokenizer = load_tokenizer(_model_path())
     questions = [QUESTIONS[i % len(QUESTIONS)] + (f" ({i})" if i >= len(QUESTIONS) else "") for i in range(count)]
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in questions]
-    return [list(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    return chat_prompts(load_tokenizer(_model_path()), questions)
 
 
 def _engine_tokens(runtime: Runtime, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:

@@ -269,10 +269,11 @@ class BaseScheduler:
             self._count_discarded(len(record.discarded_rows))
         self._events.tokens.extend(ids, indices, tokens)
         self.counters.generated_tokens += len(tokens)
-        if not self._stop_ids.keys().isdisjoint(tokens):
-            for request, token in zip(requests, tokens, strict=True):
-                if token in request.stop_ids:
-                    self._end_by_token(request, now)
+        stop_ids = self._stop_ids
+        if not stop_ids.keys().isdisjoint(tokens):
+            for row in [row for row, token in enumerate(tokens) if token in stop_ids]:
+                if tokens[row] in requests[row].stop_ids:
+                    self._end_by_token(requests[row], now)
         for request in record.last_rows:
             if request.request_id not in record.discarded and not request.is_ended:
                 self._end_by_token(request, now)

@@ -76,8 +76,7 @@ class KVBlockManager:
         if count > len(free):
             if count > self.num_available:
                 raise BlockAllocationError(count, self.num_available, self.num_blocks)
-            while count > len(free):
-                free.extend(self.prefix_cache.evict())
+            free.extend(self.prefix_cache.evict(count - len(free)))
         blocks = [free.pop() for _ in range(count)]
         for block in blocks:
             self.ref_counts[block] = 1
@@ -94,31 +93,27 @@ class KVBlockManager:
 
     def release(self, block: int) -> None:
         """One block table lets go of the block. The last one frees it (to quarantine if a plan is in flight)."""
-        count = self.ref_counts[block]
-        if count < 1:
-            raise BlockAllocationError(1, 0, self.num_blocks)
-        self.ref_counts[block] = count - 1
-        if count > 1:
-            return
-        if self.quarantine_step is None:
-            self._recycle(block)
-            return
-        self.quarantine.setdefault(self.quarantine_step, []).append(block)
-        entry = self.prefix_cache.entry_of(block)
-        if entry is not None:
-            self.prefix_cache.on_quarantined(entry)
+        self._release_all((block,))
 
-    def _recycle(self, block: int) -> None:
-        entry = self.prefix_cache.entry_of(block)
-        if entry is None:
-            self.free_blocks.append(block)
-        else:
-            self.prefix_cache.on_unreferenced(entry)
+    def _release_all(self, blocks: Iterable[int]) -> None:
+        counts = self.ref_counts
+        unheld = []
+        for block in blocks:
+            count = counts[block]
+            if count < 1:
+                raise BlockAllocationError(1, 0, self.num_blocks)
+            counts[block] = count - 1
+            if count == 1:
+                unheld.append(block)
+        if self.quarantine_step is None:
+            self.free_blocks.extend(self.prefix_cache.on_unreferenced(unheld))
+        elif unheld:
+            self.quarantine.setdefault(self.quarantine_step, []).extend(unheld)
+            self.prefix_cache.on_quarantined(unheld)
 
     def lift_quarantine(self, step: int) -> None:
         """Plan `step` has committed: its quarantined blocks become free or evictable."""
-        for block in self.quarantine.pop(step, ()):
-            self._recycle(block)
+        self.free_blocks.extend(self.prefix_cache.on_unreferenced(self.quarantine.pop(step, ())))
 
     # -- block tables -----------------------------------------------------------------------------------------------
 
@@ -174,8 +169,7 @@ class KVBlockManager:
         """Release all of the request's blocks, last first, so that a prefix is younger than what extends it."""
         table = request.block_table
         request.block_table = []
-        for block in reversed(table):
-            self.release(block)
+        self._release_all(reversed(table))
 
     def exclusive_blocks(self, request: Request) -> int:
         """Blocks that releasing the request would give back: those that nobody else holds."""

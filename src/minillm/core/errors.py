@@ -6,6 +6,15 @@ Classes under :class:`RequestError` are the client's fault (a 4xx over HTTP); th
 from __future__ import annotations
 
 
+def shorten(value: object, limit: int = 80) -> str:
+    """`repr` of a value that a client sent, cut to `limit` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"<{type(value).__name__} of more digits than can be shown>"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class MiniLLMError(Exception):
     """Base of every error that this package raises on purpose."""
 
@@ -20,7 +29,7 @@ class InvalidParameterError(RequestError):
     """A field of a request has a value that is not allowed."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        super().__init__(f"{field}={value!r} is not allowed: {rule}")
+        super().__init__(f"{field}={shorten(value)} is not allowed: {rule}")
         self.field = field
         self.value = value
         self.rule = rule
@@ -57,7 +66,7 @@ class DuplicateRequestError(RequestError):
     """A live request already has this id."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request_id={request_id!r} is already in use by a live request")
+        super().__init__(f"request_id={shorten(request_id)} is already in use by a live request")
         self.request_id = request_id
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,6 +91,9 @@ class PrefixCache:
         self._roots: dict[bytes, CachedBlock] = {}
         self._leaves: list[tuple[int, int, CachedBlock]] = []
         """Heap of (last_used, tie, entry); an entry that is no longer an evictable leaf of that age is stale."""
+        self._bared: CachedBlock | None = None
+        """A leaf that is not in the heap: the parent of one evicted before. A chain's blocks were released together, so
+        this is nearly always the next to go, and the heap is not asked."""
         self._clock = 0
         self.num_evictable = 0
 
@@ -110,12 +113,19 @@ class PrefixCache:
     def extend_keys(self, request: Request, num_blocks: int) -> list[BlockKey]:
         """The request's keys, computed once and kept, for at least its first `num_blocks` full blocks."""
         keys = request.block_keys
+        if len(keys) >= num_blocks:
+            return keys
+        # All full blocks that are known by now, in one go: a prompt's keys are wanted sooner or later.
         size = self.block_size
-        while len(keys) < num_blocks:
-            start = len(keys) * size
-            parent = keys[-1].digest if keys else self._root_digest(extra_keys(request))
-            token_bytes = array("i", request.token_ids(start, start + size)).tobytes()
-            keys.append(BlockKey(self._hash_fn(parent, token_bytes), token_bytes))
+        end = max(num_blocks, request.num_tokens // size) * size
+        buffer = array("i", request.token_ids(len(keys) * size, end))
+        known, width = buffer.tobytes(), size * buffer.itemsize
+        digest = keys[-1].digest if keys else self._root_digest(extra_keys(request))
+        hash_fn = self._hash_fn
+        for start in range(0, len(known), width):
+            token_bytes = known[start : start + width]
+            digest = hash_fn(digest, token_bytes)
+            keys.append(BlockKey(digest, token_bytes))
         return keys
 
     @staticmethod
@@ -133,15 +143,9 @@ class PrefixCache:
         parent = self._roots.get(extra_keys(request))
         if parent is None:
             return found
-        for i in range(max_blocks):
-            key = self.extend_keys(request, i + 1)[i]
-            entry = self._index.get(key.digest)
-            if (
-                entry is None
-                or entry.parent is not parent
-                or entry.key.token_bytes != key.token_bytes
-                or entry.quarantined
-            ):
+        for digest, token_bytes in self.extend_keys(request, max_blocks)[:max_blocks]:
+            entry = self._index.get(digest)
+            if entry is None or entry.parent is not parent or entry.key.token_bytes != token_bytes or entry.quarantined:
                 break
             found.append(entry)
             parent = entry
@@ -185,20 +189,32 @@ class PrefixCache:
         entry.referenced = True
         self.num_evictable -= 1
 
-    def on_quarantined(self, entry: CachedBlock) -> None:
-        """The block's count fell to zero while an issued plan names it: not evictable and not to be hit yet."""
-        entry.referenced = False
-        entry.quarantined = True
+    def on_quarantined(self, blocks: Iterable[int]) -> None:
+        """Their counts fell to zero while an issued plan names them: not evictable and not to be hit yet."""
+        by_block = self._by_block
+        for block in blocks:
+            entry = by_block.get(block)
+            if entry is not None:
+                entry.referenced = False
+                entry.quarantined = True
 
-    def on_unreferenced(self, entry: CachedBlock) -> None:
-        """Nobody holds the block any more: it is evictable from now on."""
-        entry.referenced = False
-        entry.quarantined = False
-        self._clock += 1
-        entry.last_used = self._clock
-        self.num_evictable += 1
-        if not entry.num_children:
-            self._push_leaf(entry)
+    def on_unreferenced(self, blocks: Iterable[int]) -> list[int]:
+        """Nobody holds the blocks any more: cached ones are evictable from now on. Returns the others."""
+        by_block = self._by_block
+        plain = []
+        for block in blocks:
+            entry = by_block.get(block)
+            if entry is None:
+                plain.append(block)
+                continue
+            entry.referenced = False
+            entry.quarantined = False
+            self._clock += 1
+            entry.last_used = self._clock
+            self.num_evictable += 1
+            if not entry.num_children:
+                self._push_leaf(entry)
+        return plain
 
     def _push_leaf(self, entry: CachedBlock) -> None:
         if len(self._leaves) > 2 * len(self._by_block) + 64:
@@ -213,23 +229,39 @@ class PrefixCache:
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
-    def evict(self) -> list[int]:
-        """Drop the least recently used evictable leaf and return its block.
+    def evict(self, count: int) -> list[int]:
+        """Drop the least recently used evictable leaves until `count` blocks came free (or more); returns them.
 
         If every evictable entry has cached extensions that are in use (possible when two requests computed the same
         prefix at the same time), the least recently used inner entry goes, with all that extends it; extensions
-        nobody holds come back as blocks too. The caller makes sure that something is evictable.
+        nobody holds come back as blocks too. The caller makes sure that so many are evictable.
         """
-        while self._leaves:
-            item = heapq.heappop(self._leaves)
-            if self._is_current(item):
-                self._forget(item[2])
-                return [item[2].block]
-        return self._evict_subtree(min((e for e in self._by_block.values() if e.evictable), key=lambda e: e.last_used))
+        freed: list[int] = []
+        while len(freed) < count:
+            leaf = self._take_oldest_leaf()
+            if leaf is not None:
+                self._forget(leaf)
+                freed.append(leaf.block)
+            else:
+                inner = min((e for e in self._by_block.values() if e.evictable), key=lambda e: e.last_used)
+                freed.extend(self._evict_subtree(inner))
+        return freed
+
+    def _take_oldest_leaf(self) -> CachedBlock | None:
+        leaves, bared = self._leaves, self._bared
+        while leaves and not self._is_current(leaves[0]):
+            heapq.heappop(leaves)
+        if bared is not None:
+            if not bared.evictable or bared.num_children:
+                self._bared = None
+            elif not leaves or bared.last_used < leaves[0][0]:
+                self._bared = None
+                return bared
+        return heapq.heappop(leaves)[2] if leaves else None
 
     def _forget(self, entry: CachedBlock) -> None:
         """Take an entry without children out of the index."""
-        if entry.evictable:
+        if not (entry.referenced or entry.quarantined):
             self.num_evictable -= 1
             self.counters.evictions += 1
         entry.dead = True
@@ -238,11 +270,15 @@ class PrefixCache:
         parent = entry.parent
         assert parent is not None
         parent.num_children -= 1
-        if not parent.num_children:
-            if parent.parent is None:
-                parent.dead = True
-                del self._roots[parent.key.token_bytes]
-            elif parent.evictable:
+        if parent.num_children:
+            return
+        if parent.parent is None:
+            parent.dead = True
+            del self._roots[parent.key.token_bytes]
+        elif parent.evictable:
+            if self._bared is None:
+                self._bared = parent
+            else:
                 self._push_leaf(parent)
 
     def _evict_subtree(self, top: CachedBlock) -> list[int]:
@@ -271,5 +307,6 @@ class PrefixCache:
         self._by_block.clear()
         self._roots.clear()
         self._leaves.clear()
+        self._bared = None
         self.num_evictable = 0
         return freed

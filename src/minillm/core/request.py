@@ -264,6 +264,7 @@ class Request:
         child.arrival_seq = self.arrival_seq
         child.max_tokens = self.max_tokens
         child.last_position = self.last_position
+        child.prompt_scored = self.prompt_len  # the parent has the prompt's logprobs
         child.child_of = self
         child.group_size = 1
         child.pending_fork = False

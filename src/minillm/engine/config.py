@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
@@ -47,6 +48,7 @@ class EngineConfig:
       throttles prefill so that running decodes keep their pace.
     - ``scheduler``: "continuous", or "static" (the baseline). ``scheduling_policy`` orders the queue,
       ``victim_policy`` chooses whom memory pressure preempts, ``preemption_mode`` how.
+    - ``user_weights``: shares of users under the `fair` policy; 1 for those that are not named.
     - ``max_waiting``: bound of the queue in requests (:class:`QueueFullError` beyond it); None is unbounded.
     - ``overlap``: whether step n+1 is scheduled while step n runs; None turns it on where the device works
       asynchronously (a GPU).
@@ -83,6 +85,7 @@ class EngineConfig:
     ageing_interval: float | None = None
     watermark_blocks: int = 1
     max_preemptions: int = 8
+    user_weights: Mapping[str, float] | None = None
     max_waiting: int | None = None
     overlap: bool | None = None
     check_invariants: bool = False
@@ -132,6 +135,7 @@ class EngineConfig:
                 "int": isinstance(value, int) and not isinstance(value, bool),
                 "float": isinstance(value, int | float) and not isinstance(value, bool),
                 "str": isinstance(value, str),
+                "Mapping[str, float]": isinstance(value, Mapping),
             }
             if not any(matches.get(name, False) for name in allowed):
                 raise ConfigError(f"{field.name}={value!r} must be of type {field.type}")
@@ -162,4 +166,5 @@ class EngineConfig:
             watermark_blocks=self.watermark_blocks,
             ageing_interval=self.ageing_interval,
             max_preemptions=self.max_preemptions,
+            user_weights=dict(self.user_weights or {}),
         )

@@ -80,13 +80,18 @@ class LLMEngine:
         with self.lock:
             self.scheduler.validate(request)
 
-    def add_request(self, request: Request, prompt: str | None = None, tag: Any = None) -> TrackedRequest:
-        """Hand a request to the scheduler; raises a :class:`RequestError` with nothing changed if it is refused."""
+    def add_request(
+        self, request: Request, prompt: str | None = None, tag: Any = None, wants_events: bool = True
+    ) -> TrackedRequest:
+        """Hand a request to the scheduler; raises a :class:`RequestError` with nothing changed if it is refused.
+
+        Updates carry `tag`. Without `wants_events` they bring the output at the end and nothing before.
+        """
         self._check_alive()
         with self.lock:
             self.scheduler.submit(request, self.clock())
         try:
-            return self.outputs.add(request, prompt, tag)
+            return self.outputs.add(request, prompt, tag, wants_events)
         except Exception:
             with self.lock:
                 self.scheduler.cancel(request.request_id, self.clock(), "its output could not be set up")

@@ -73,14 +73,18 @@ class ChoiceState:
 
 
 class TrackedRequest:
-    """A live request as the engine sees it. `tag` is the caller's: updates carry it back."""
+    """A live request as the engine sees it. `tag` is the caller's: updates carry it back.
 
-    __slots__ = ("choices", "num_open", "prompt", "prompt_scores", "request", "tag")
+    Without `wants_events` nothing is made per token but the output itself.
+    """
 
-    def __init__(self, request: Request, prompt: str | None, tag: Any) -> None:
+    __slots__ = ("choices", "num_open", "prompt", "prompt_scores", "request", "tag", "wants_events")
+
+    def __init__(self, request: Request, prompt: str | None, tag: Any, wants_events: bool) -> None:
         self.request = request
         self.prompt = prompt
         self.tag = tag
+        self.wants_events = wants_events
         self.choices: list[ChoiceState] = []
         self.num_open = request.sampling_params.n
         self.prompt_scores: list[dict[int, Logprob] | None] | None = None
@@ -142,9 +146,11 @@ class OutputProcessor:
         """The live request with this id (a parent's id), or None."""
         return self._live.get(request_id)
 
-    def add(self, request: Request, prompt: str | None = None, tag: Any = None) -> TrackedRequest:
+    def add(
+        self, request: Request, prompt: str | None = None, tag: Any = None, wants_events: bool = True
+    ) -> TrackedRequest:
         """Track a request that the scheduler has just accepted (its children exist)."""
-        tracked = TrackedRequest(request, prompt, tag)
+        tracked = TrackedRequest(request, prompt, tag, wants_events)
         for index, sequence in enumerate([request, *request.children]):
             text = self._text_stream(request.sampling_params, request.input_ids)
             tracked.choices.append(ChoiceState(tracked, index, sequence, text))
@@ -174,12 +180,21 @@ class OutputProcessor:
                 except Exception as error:
                     self._fail(choice.owner, error, failed, now)
         stopped = {event.request_id for event in events.finished if event.reason == "stop"}
+        choice_of = self._choices.get
         for token in events.tokens:
-            if (choice := self._choices.get(token.request_id)) is not None:
+            sequence_id, index, token_id, logprobs = token
+            if (choice := choice_of(sequence_id)) is not None:
                 try:
-                    is_stop_token = token.request_id in stopped and token.token_id in choice.request.stop_ids
-                    if self._on_token(choice, token, is_stop_token, now):
-                        stops.append((token.request_id, token.index))
+                    is_stop_token = sequence_id in stopped and token_id in choice.request.stop_ids
+                    if is_stop_token or choice.logprobs is not None:
+                        stop = self._on_special_token(choice, token, is_stop_token)
+                    else:
+                        text, stop = choice.text.push(token_id)
+                        self._append(choice, index, token_id, text, logprobs)
+                    if stop is not None:
+                        choice.stop_reason = stop
+                        self._end(choice, "stop", now, flush=False)
+                        stops.append((sequence_id, index))
                 except Exception as error:
                     self._fail(choice.owner, error, failed, now)
         for finish in events.finished:
@@ -217,8 +232,24 @@ class OutputProcessor:
             update = self._updates[tracked] = RequestUpdate(tracked)
         return update
 
-    def _on_token(self, choice: ChoiceState, token: CoreTokenEvent, is_stop_token: bool, now: float) -> bool:
-        """Append a token; returns whether a stop string ended the choice with it."""
+    def _append(
+        self, choice: ChoiceState, index: int, token_id: int, text: str, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Take over a token. All that can fail was done before: a token is taken wholly or not at all."""
+        choice.token_ids.append(token_id)
+        if text:
+            choice.parts.append(text)
+        owner = choice.owner
+        if owner.wants_events:
+            update = self._update(owner)
+            logprob = None if logprobs is None else logprobs.logprob
+            update.events.append(
+                TokenEvent(owner.request.request_id, choice.index, index, token_id, text, logprob, None, logprobs)
+            )
+            choice.last_event = (update, len(update.events) - 1)
+
+    def _on_special_token(self, choice: ChoiceState, token: CoreTokenEvent, is_stop_token: bool) -> str | None:
+        """Append a token that has logprobs or ends the choice; returns the stop string that it completes, or None."""
         params = choice.request.sampling_params
         entry = self._token_entry(token) if choice.logprobs is not None else None
         text, stop = "", None
@@ -227,35 +258,13 @@ class OutputProcessor:
         elif params.include_stop_str_in_output:
             # A stop token that is to be shown cannot complete a stop string as well: the id has decided.
             text, _ = choice.text.push(token.token_id)
-        # All that can fail is done: a token is taken over wholly or not at all.
-        choice.token_ids.append(token.token_id)
-        if text:
-            choice.parts.append(text)
-        logprob = None
         if entry is not None and choice.logprobs is not None:
-            logprob = entry[token.token_id].logprob
-            choice.cumulative_logprob += logprob
+            choice.cumulative_logprob += entry[token.token_id].logprob
             choice.logprobs.append(entry)
-        update = self._update(choice.owner)
-        update.events.append(
-            TokenEvent(
-                choice.owner.request.request_id,
-                choice.index,
-                token.index,
-                token.token_id,
-                text,
-                logprob,
-                logprobs=token.logprobs,
-            )
-        )
-        choice.last_event = (update, len(update.events) - 1)
         if is_stop_token and token.token_id in params.stop_token_ids:
             choice.stop_reason = token.token_id
-        if stop is not None:
-            choice.stop_reason = stop
-            self._end(choice, "stop", now, flush=False)
-            return True
-        return False
+        self._append(choice, token.index, token.token_id, text, token.logprobs)
+        return stop
 
     def _on_finish(self, choice: ChoiceState, finish: FinishEvent, now: float) -> None:
         error = RequestFailedError(finish.error or "the request failed") if finish.reason == "error" else None
@@ -282,22 +291,8 @@ class OutputProcessor:
             choice.parts.append(text)
         choice.finish_reason, choice.error = reason, error
         update = self._update(tracked)
-        if choice.last_event is not None and choice.last_event[0] is update:
-            at = choice.last_event[1]
-            event = update.events[at]
-            update.events[at] = event._replace(text=event.text + text, finish_reason=reason, error=error)
-        else:
-            update.events.append(
-                TokenEvent(
-                    tracked.request.request_id,
-                    choice.index,
-                    len(choice.token_ids),
-                    None,
-                    text,
-                    finish_reason=reason,
-                    error=error,
-                )
-            )
+        if tracked.wants_events:
+            self._mark_last_event(choice, update, text)
         choice.last_event = None
         self._choices.pop(choice.request.request_id, None)
         tracked.num_open -= 1
@@ -305,11 +300,23 @@ class OutputProcessor:
             del self._live[tracked.request.request_id]
             update.output = self._output(tracked, now)
 
+    def _mark_last_event(self, choice: ChoiceState, update: RequestUpdate, text: str) -> None:
+        """Put the end and the rest of the text on the choice's last event, or on a new one if that has gone out."""
+        reason, error = choice.finish_reason, choice.error
+        if choice.last_event is not None and choice.last_event[0] is update:
+            at = choice.last_event[1]
+            event = update.events[at]
+            update.events[at] = event._replace(text=event.text + text, finish_reason=reason, error=error)
+            return
+        request_id = choice.owner.request.request_id
+        count = len(choice.token_ids)
+        update.events.append(TokenEvent(request_id, choice.index, count, None, text, finish_reason=reason, error=error))
+
     def _output(self, tracked: TrackedRequest, now: float) -> RequestOutput:
         return RequestOutput(
             request_id=tracked.request.request_id,
             prompt=tracked.prompt,
-            prompt_token_ids=tracked.request.input_ids,
+            prompt_token_ids=list(tracked.request.input_ids),
             outputs=[choice.output() for choice in tracked.choices],
             prompt_logprobs=tracked.prompt_scores,
             metrics=tracked.metrics(now),

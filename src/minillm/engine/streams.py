@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Where the engine thread puts what happens to one request; `on_output` or `on_error` comes once, at the end."""
 
+    wants_events: bool
+    """Whether `on_events` is called at all."""
+
     def on_events(self, events: Sequence[TokenEvent], prompt_scores: list[dict[int, Logprob] | None] | None) -> None:
         """New events, in order, and the prompt's logprobs as far as known."""
 
@@ -41,6 +44,8 @@ class RequestFuture(Future[RequestOutput]):
     A request that fails alone, or that `Runtime.cancel` ends, still has an output: look at its `finish_reason`, or
     call `raise_for_error()`.
     """
+
+    wants_events = False
 
     def __init__(self, runtime: Runtime, request_id: str) -> None:
         super().__init__()
@@ -72,6 +77,8 @@ class RequestFuture(Future[RequestOutput]):
 
 class EventBuffer:
     """Unbounded buffer between the engine thread and one reader, who may wait in a thread or in an event loop."""
+
+    wants_events = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

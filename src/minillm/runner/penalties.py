@@ -3,7 +3,7 @@
 Only rows whose parameters use a penalty have state, one *slot* each: the counts of generated tokens (int32 [V]) and
 the *history*, the list of tokens that a penalty may change (the prompt's distinct ids if the repetition penalty is
 on, then every generated token). Applying gathers and scatters the history's entries alone, a few hundred logits
-instead of passes over the vocabulary: about 0.1 ms rather than 3 ms for 16 rows of 49,152.
+instead of passes over the vocabulary: 0.2 ms for 16 rows of 600 tokens, where the passes take 25 ms (V 49,152, 1 core).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from minillm.core.sampling_params import SamplingParams
 from minillm.runner.logprobs import LogprobTensors, compute_logprobs
 from minillm.runner.penalties import PenaltyState
 from minillm.runner.philox import UniformRows
-from minillm.runner.sampling_ops import DrawParams, draw_from_all, draw_from_top_k
+from minillm.runner.sampling_ops import DrawParams, Workspace, draw_from_all, draw_from_top_k
 
 MAX_CANDIDATES = 256
 """Up to this top_k the candidates are selected with torch.topk."""
@@ -56,6 +56,8 @@ class SamplerState:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.version = 0
+        """Grows with every change of a row, so that what was derived from the rows can be kept until then."""
         self._eos_token_ids = tuple(eos_token_ids)
         self.assigned = np.zeros(max_num_seqs, dtype=bool)
         self.greedy = np.zeros(max_num_seqs, dtype=bool)
@@ -103,6 +105,7 @@ class SamplerState:
         if self.min_tokens[row]:
             self.stop_ids[row] = torch.tensor(stops, dtype=torch.int64, device=self.device)
         self.assigned[row] = True
+        self.version += 1
 
     def release(self, row: int) -> None:
         """Drop what the row holds; idempotent."""
@@ -111,10 +114,25 @@ class SamplerState:
         self.bias.pop(row, None)
         self.stop_ids.pop(row, None)
         self.min_tokens[row] = 0
+        self.version += 1
 
     def append(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Count `tokens` (int64 [R], on the device) as output of `rows`, each row at most once in a call."""
         self.penalties.append(np.asarray(rows, dtype=np.int64), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Random rows of a call that are drawn together, with all their parameters but the uniform numbers."""
+
+    positions: np.ndarray
+    rows: np.ndarray
+    where: Tensor
+    """`positions` on the device."""
+    params: DrawParams
+    few: bool
+    """Whether top_k is small enough to look at that many candidates only."""
+    largest_top_k: int
 
 
 class Sampler:
@@ -130,6 +148,9 @@ class Sampler:
     ) -> None:
         """`vocab_size` is the width of the logits; `invalid_token_ids` are ids that stand for no token (padding)."""
         self.state = SamplerState(max_num_seqs, vocab_size, device, eos_token_ids)
+        self._workspace = Workspace(self.state.device)
+        self._groups: list[_Group] = []
+        self._groups_of: tuple[int, bytes] = (-1, b"")
         invalid = sorted(set(invalid_token_ids))
         if invalid and not 0 <= invalid[0] <= invalid[-1] < vocab_size:
             raise ValueError(f"invalid_token_ids {invalid[0]}..{invalid[-1]} outside the vocabulary of {vocab_size}")
@@ -156,10 +177,10 @@ class Sampler:
         self._mask_invalid(logits)
         work = self._edit(logits, row_array, index_array, allowed)
         maxima, tokens = work.max(dim=-1)
-        failed = maxima.isfinite().logical_not_()
+        failed = _not_finite(maxima)
         if work is not logits:
             # An edit may hide a NaN or inf of the model behind its mask.
-            failed |= logits.amax(-1).isfinite().logical_not_()
+            failed |= _not_finite(logits.amax(-1))
         if not self.state.greedy[row_array].all():
             self._draw_random(work, maxima, failed, tokens, row_array, index_array)
         tokens.masked_fill_(failed, 0)
@@ -200,7 +221,7 @@ class Sampler:
         penalised = state.penalties.active(rows)
         if not (biased or len(held_back) or len(penalised) or allowed is not None):
             return logits
-        work = logits.clone(memory_format=torch.contiguous_format)
+        work = self._workspace.take("logits", logits.shape, torch.float32).copy_(logits)
         flat = work.view(-1)
         width = state.vocab_size
         if biased:
@@ -218,44 +239,51 @@ class Sampler:
         self, work: Tensor, maxima: Tensor, failed: Tensor, tokens: Tensor, rows: np.ndarray, indices: np.ndarray
     ) -> None:
         """Overwrite `tokens` [R] at the rows that are not greedy."""
-        state = self.state
         if work.device.type != "cpu" or failed.any():
             # NaN must not reach the integer weights; a row of zeros is as good as any, its token is dropped.
             work = work.masked_fill(failed[:, None], 0.0)
             maxima = maxima.masked_fill(failed, 0.0)
-        random = ~state.greedy[rows]
-        by_rank = random & (state.top_k[rows] < state.vocab_size)
-        few = by_rank & (state.top_k[rows] <= MAX_CANDIDATES)
-        by_mass = random & ~by_rank & (state.top_p[rows] < 1.0)
-        uniforms = np.zeros(len(rows))
-        uniforms[random] = state.uniforms.take(rows[random], indices[random])
-        for group in (few, by_rank & ~few, by_mass, random & ~by_rank & ~by_mass):
-            at = np.flatnonzero(group)
-            if not len(at):
-                continue
-            where = self._to_device(at)
-            params = self._draw_params(rows[at], uniforms[at])
-            group_logits, group_maxima = _take(work, at, where), _take(maxima, at, where)
-            if group is few:
-                drawn = draw_from_top_k(group_logits, group_maxima, params, int(state.top_k[rows[at]].max()))
+        for group in self._grouped(rows):
+            uniforms = self.state.uniforms.take(group.rows, indices[group.positions])
+            params = group.params._replace(uniform=self._to_device(uniforms))
+            group_logits = _take(work, group.positions, group.where)
+            group_maxima = _take(maxima, group.positions, group.where)
+            if group.few:
+                drawn = draw_from_top_k(group_logits, group_maxima, params, group.largest_top_k, self._workspace)
             else:
-                drawn = draw_from_all(group_logits, group_maxima, params)
-            tokens[where] = drawn
+                drawn = draw_from_all(group_logits, group_maxima, params, self._workspace)
+            tokens[group.where] = drawn
 
-    def _draw_params(self, rows: np.ndarray, uniforms: np.ndarray) -> DrawParams:
+    def _grouped(self, rows: np.ndarray) -> list[_Group]:
+        """The random rows by what they need; kept while the same rows come with the same parameters, as in decoding."""
         state = self.state
+        key = (state.version, rows.tobytes())
+        if key != self._groups_of:
+            random = ~state.greedy[rows]
+            by_rank = random & (state.top_k[rows] < state.vocab_size)
+            few = by_rank & (state.top_k[rows] <= MAX_CANDIDATES)
+            by_mass = random & ~by_rank & (state.top_p[rows] < 1.0)
+            parts = (few, by_rank & ~few, by_mass, random & ~by_rank & ~by_mass)
+            self._groups = [self._group(np.flatnonzero(part), rows, part is few) for part in parts if part.any()]
+            self._groups_of = key
+        return self._groups
+
+    def _group(self, positions: np.ndarray, rows: np.ndarray, few: bool) -> _Group:
+        state = self.state
+        rows = rows[positions]
         min_p, top_p, top_k = state.min_p[rows], state.top_p[rows], state.top_k[rows]
-        packed = self._to_device(np.stack((state.temperature[rows], min_p, top_p, top_k, uniforms)))
-        return DrawParams(
+        packed = self._to_device(np.stack((state.temperature[rows], min_p, top_p, top_k)))
+        params = DrawParams(
             temperature=packed[0].float(),
             min_p=packed[1].float(),
             top_p=packed[2],
             top_k=packed[3].to(torch.int64),
-            uniform=packed[4],
+            uniform=packed[0],
             any_min_p=bool((min_p > 0.0).any()),
             any_top_p=bool((top_p < 1.0).any()),
             any_top_k=bool((top_k < state.vocab_size).any()),
         )
+        return _Group(positions, rows, self._to_device(positions), params, few, int(top_k.max()))
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.state.device, non_blocking=True)
@@ -264,6 +292,11 @@ class Sampler:
 def _take(tensor: Tensor, positions: np.ndarray, where: Tensor) -> Tensor:
     """Rows `positions` of the tensor (`where`: the same on its device); no copy if they are all of them."""
     return tensor if len(positions) == len(tensor) else tensor.index_select(0, where)
+
+
+def _not_finite(maxima: Tensor) -> Tensor:
+    """Rows whose maximum is NaN or infinite; `x - x` is 0 for all other numbers (two operations, not six)."""
+    return (maxima - maxima) != 0.0
 
 
 def _allowed_bits(allowed: Tensor, vocab_size: int) -> Tensor:

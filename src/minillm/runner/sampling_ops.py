@@ -12,12 +12,14 @@ cumulative weights in the order of ids, with one uniform number per row.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _WEIGHT_SCALE = 2.0**40
+_HEAD = 128
 _BINS = 2048
 _BINS_PER_NAT = 64.0
 # Slices bound the temporary memory; on a CPU they also stay in the cache (5 rows of 49,152). 2^22 weights of up to
@@ -34,7 +36,7 @@ class DrawParams(NamedTuple):
     min_p: Tensor
     """float32."""
     top_p: Tensor
-    """float64."""
+    """float64, > 0."""
     top_k: Tensor
     """int64, >= 1."""
     uniform: Tensor
@@ -43,46 +45,91 @@ class DrawParams(NamedTuple):
     any_top_p: bool = True
     any_top_k: bool = True
 
-    def rows(self, start: int, stop: int) -> DrawParams:
-        """The parameters of rows [start, stop)."""
-        columns = {name: getattr(self, name)[start:stop] for name in self._fields[:5]}
-        return self._replace(**columns)
+    def select(self, which: slice | Tensor) -> DrawParams:
+        """The parameters of some of the rows, by slice or by int64 indices."""
+        return self._replace(**{name: getattr(self, name)[which] for name in self._fields[:5]})
 
 
-def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
+class Workspace:
+    """Large temporaries, kept from call to call: touching fresh memory can cost more than the arithmetic on it.
+
+    A tensor taken under a name is valid until the name is taken again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:size].view(shape)
+
+
+def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
     """Draw from rows of logits [R, V] with maxima [R], all of them finite; returns ids int64 [R].
 
-    No sort: rows without top_k and top_p need the cumulative weights alone; the others find the cut in a histogram
-    (:func:`_draw_filtered`). One row of 49,152 on one core of a Xeon with AVX-512: 0.1 ms plain, 0.3 ms
-    filtered, where sorting the row takes 3 ms. On a device other than a CPU the filtered path synchronises.
+    Rows without top_k and top_p need the cumulative weights alone. Rows with top_p try the 128 most likely tokens first
+    (:func:`_draw_from_head`); the others, and rows with a large top_k, find the cut in a histogram
+    (:func:`_draw_filtered`), so even a flat distribution is never sorted as a whole. One row of 49,152 on one core of
+    a Xeon with AVX-512: 0.15 ms plain, 0.4 ms in the head, 1 to 2 ms by histogram; a sort takes 3 ms. On a device
+    other than a CPU the filtered paths synchronise.
     """
     num_rows, vocab_size = logits.shape
     step = max(1, _SLICE_ELEMENTS.get(logits.device.type, _SLICE_ELEMENTS_OTHER) // vocab_size)
     parts = [
-        _draw_slice(logits[i : i + step], maxima[i : i + step], params.rows(i, i + step))
+        _draw_slice(logits[i : i + step], maxima[i : i + step], params.select(slice(i, i + step)), workspace)
         for i in range(0, num_rows, step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _draw_slice(logits: Tensor, maxima: Tensor, params: DrawParams) -> Tensor:
-    scaled, weights = _weights(logits, maxima, params)
-    if params.any_top_k or params.any_top_p:
-        return _draw_filtered(scaled, weights, logits, params)
-    return _draw(weights, params.uniform)
+def _draw_slice(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
+    scaled, weights = _weights(logits, maxima, params, workspace)
+    if params.any_top_k:
+        return _draw_filtered(scaled, weights, logits, params, workspace)
+    if not params.any_top_p:
+        return _draw(weights, params.uniform, workspace)
+    tokens, known = _draw_from_head(weights, logits, params)
+    if not known.all():
+        rest = known.logical_not().nonzero()[:, 0]
+        tokens[rest] = _draw_filtered(scaled[rest], weights[rest], logits[rest], params.select(rest), workspace)
+    return tokens
 
 
-def draw_from_top_k(logits: Tensor, maxima: Tensor, params: DrawParams, k: int) -> Tensor:
+def _draw_from_head(weights: Tensor, logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """Draw with top_p from the most likely tokens of rows [R, V]: ids [R], and whether each is the row's token.
+
+    It is if the nucleus ends among tokens above the least value of the head; past that the row must be searched.
+    """
+    head = min(_HEAD, logits.shape[1])
+    values, ids = logits.topk(head, dim=-1)
+    certain = values > values[:, -1:] if head < logits.shape[1] else torch.ones_like(values, dtype=torch.bool)
+    ids = ids.gather(-1, _order_keys(values, ids).sort(dim=-1, descending=True).indices)
+    candidates = weights.gather(-1, ids)
+    limit = _mass_limit(weights.sum(-1), params.top_p)
+    known = (candidates * certain).sum(-1) >= limit
+    return _draw_candidates(ids, candidates, limit, params.uniform), known
+
+
+def draw_from_top_k(logits: Tensor, maxima: Tensor, params: DrawParams, k: int, workspace: Workspace) -> Tensor:
     """As :func:`draw_from_all` for rows that all have top_k <= k, with k small: only k candidates are looked at."""
     values, ids = top_k_lowest_id(logits, k)
-    _, weights = _weights(values, maxima, params)
+    _, weights = _weights(values, maxima, params, workspace)
     rank = torch.arange(weights.shape[1], device=logits.device)
     weights.masked_fill_(rank >= params.top_k[:, None], 0)
-    cumulative = weights.cumsum(-1)
-    limit = _mass_limit(cumulative[:, -1], params.top_p)
-    weights.masked_fill_(cumulative - weights >= limit[:, None], 0)
+    return _draw_candidates(ids, weights, _mass_limit(weights.sum(-1), params.top_p), params.uniform)
+
+
+def _draw_candidates(ids: Tensor, weights: Tensor, limit: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from candidates [R, K] in (logit descending, id ascending) order, cut where `limit` [R] is reached."""
+    preceding = weights.cumsum(-1) - weights
+    weights = weights.masked_fill(preceding >= limit[:, None], 0)
     ids, order = ids.sort(dim=-1)
-    picked = _draw(weights.gather(-1, order), params.uniform)
+    picked = _draw(weights.gather(-1, order), uniform)
     return ids.gather(-1, picked[:, None])[:, 0]
 
 
@@ -116,24 +163,27 @@ def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
     return (ordered.to(torch.int64) << 32) - ids
 
 
-def _weights(logits: Tensor, maxima: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+def _weights(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """(l - max) / temperature as float32, and the integer weights, 0 where min_p cuts; both shaped as `logits`."""
-    scaled = (logits - maxima[:, None]).div_(params.temperature[:, None])
-    relative = scaled.exp()
+    scaled = workspace.take("scaled", logits.shape, torch.float32)
+    torch.sub(logits, maxima[:, None], out=scaled).div_(params.temperature[:, None])
+    relative = torch.exp(scaled, out=workspace.take("relative", logits.shape, torch.float32))
     if params.any_min_p:
-        relative.mul_(relative >= params.min_p[:, None])
-    return scaled, relative.mul_(_WEIGHT_SCALE).to(torch.int64)
+        enough = workspace.take("flags", logits.shape, torch.bool)
+        relative.mul_(torch.ge(relative, params.min_p[:, None], out=enough))
+    weights = workspace.take("weights", logits.shape, torch.int64)
+    return scaled, weights.copy_(relative.mul_(_WEIGHT_SCALE))
 
 
 def _mass_limit(total: Tensor, top_p: Tensor) -> Tensor:
-    """A token stays while the weight before it is below this: ceil(top_p * total), at least 1 (the top token)."""
-    limit = (top_p * total).ceil().to(torch.int64)
-    return torch.where(top_p >= 1.0, total, limit).clamp_(min=1)
+    """A token stays while the weight before it is below this: ceil(top_p * total), at least 1 as top_p > 0."""
+    return torch.where(top_p >= 1.0, total, (top_p * total).ceil().to(torch.int64))
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+def _draw(weights: Tensor, uniform: Tensor, workspace: Workspace | None = None) -> Tensor:
     """Invert the cumulative weights [R, N] at `uniform` [R]: the first index whose cumulative weight exceeds it."""
-    cumulative = weights.cumsum(-1)
+    out = workspace.take("cumulative", weights.shape, torch.int64) if workspace else None
+    cumulative = torch.cumsum(weights, -1, out=out)
     total = cumulative[:, -1]
     target = torch.minimum((uniform * total).to(torch.int64), total - 1)
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
@@ -149,7 +199,7 @@ class _Candidates(NamedTuple):
     weight: Tensor
 
 
-def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: DrawParams) -> Tensor:
+def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
     """Draw with top_k, then top_p, from rows [R, V]; `scaled` is overwritten. Returns ids int64 [R].
 
     The order of tokens is first seen in coarse steps, bins of 1/64 nat of the scaled logit. A histogram over the bins
@@ -157,7 +207,8 @@ def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: Draw
     Rows without top_k are best kept apart from rows with it: the mass that top_p cuts is that which top_k leaves.
     """
     num_rows = len(logits)
-    bins = scaled.mul_(-_BINS_PER_NAT).clamp_(max=_BINS - 1).to(torch.int64)
+    bins = workspace.take("bins", scaled.shape, torch.int64)
+    bins.copy_(scaled.mul_(-_BINS_PER_NAT).clamp_(max=_BINS - 1))
     histogram = torch.zeros((num_rows, _BINS), dtype=torch.int64, device=bins.device)
     if params.any_top_k:
         one = torch.ones((), dtype=torch.int64, device=bins.device).expand_as(bins)
@@ -166,7 +217,8 @@ def _draw_filtered(scaled: Tensor, weights: Tensor, logits: Tensor, params: Draw
         mass = histogram.scatter_add_(1, bins, weights).cumsum_(1)
         total = mass[:, -1]
         last_bin = _cut_bin(mass, _mass_limit(total, params.top_p))
-    where = (bins <= last_bin).view(-1).nonzero()[:, 0]
+    kept = torch.le(bins, last_bin, out=workspace.take("flags", bins.shape, torch.bool))
+    where = kept.view(-1).nonzero()[:, 0]
     row = where // logits.shape[1]
     columns = (tensor.reshape(-1).index_select(0, where) for tensor in (bins, logits, weights))
     flat = _Candidates(row, where - row * logits.shape[1], *columns)
