@@ -41,6 +41,9 @@ class SimSettings:
     prompt_logprobs_rate: float = 0.0
     reset_rate: float = 0.0
     engine_failure_rate: float = 0.0
+    id_reuse_rate: float = 0.0
+    timing_rate: float = 0.0
+    logprobs_rate: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +87,7 @@ def random_settings(rng: Random) -> SimSettings:
         ageing_interval=rng.choice((None, None, 0.05, 0.5, 5.0)),
         max_preemptions=rng.choice((0, 1, 2, 8)),
         max_waiting=rng.choice((None, None, None, 6)),
+        user_weights=rng.choice(({}, {"ann": 3.0, "bob": 0.5})),
     )
     faulty = rng.random() < 0.5
     pressing = rng.random() < 0.5
@@ -108,6 +112,9 @@ def random_settings(rng: Random) -> SimSettings:
         prompt_logprobs_rate=rng.choice((0.0, 0.0, 0.1)),
         reset_rate=rng.choice((0.0, 0.0, 0.005)),
         engine_failure_rate=0.002 if faulty and rng.random() < 0.3 else 0.0,
+        id_reuse_rate=rng.choice((0.0, 0.2)),
+        timing_rate=rng.choice((0.0, 0.3)),
+        logprobs_rate=rng.choice((0.0, 0.0, 0.5)),
     )
 
 
@@ -165,7 +172,7 @@ class Workload:
             stops = stops[:1]
         eos = (0,) if rng.random() < 0.5 * settings.stop_rate and settings.vocab_size > 2 else ()
         params = SamplingParams(
-            n=rng.randint(2, 4) if max_tokens != 0 and rng.random() < settings.group_rate else 1,
+            n=rng.randint(2, 4) if rng.random() < settings.group_rate else 1,
             max_tokens=max_tokens,
             min_tokens=rng.randint(0, min(3, 1 if max_tokens is None else max_tokens)) if rng.random() < 0.3 else 0,
             stop_token_ids=stops,
