@@ -238,7 +238,9 @@ class TestResolving:
         path = tmp_path / "x.gguf"
         path.write_bytes(b"")
         assert (resolve_model(path).path, resolve_model(path).kind) == (path, "gguf")
-        assert (resolve_model(str(tmp_path)).path, resolve_model(tmp_path).kind) == (tmp_path, "safetensors")
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        assert (resolve_model(str(folder)).path, resolve_model(folder).kind) == (folder, "safetensors")
 
     def test_a_folder_with_nothing_but_gguf_files(self, tmp_path: Path) -> None:
         only = tmp_path / "a.gguf"
