@@ -135,6 +135,14 @@ class TestFutures:
             assert len(runtime.submit("abc").result(WAIT).outputs[0].token_ids) == 3
             assert len(runtime.submit("abc", SamplingParams()).result(WAIT).outputs[0].token_ids) == 16
 
+    def test_a_limit_from_the_model_is_cut_by_the_context_and_a_given_one_is_refused(self) -> None:
+        defaults = SamplingParams(temperature=0, max_tokens=200)
+        with make_runtime(default_params=defaults, num_blocks=10) as runtime:
+            output = runtime.submit("abcd").result(WAIT)
+            assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (36, "length")
+            with pytest.raises(PromptTooLongError):
+                runtime.submit("abcd", defaults)
+
     def test_order_of_priorities(self) -> None:
         order: list[str] = []
         gate = threading.Event()
