@@ -160,7 +160,7 @@ def test_a_row_of_nan_stays_alone():
     """Batch mates see nothing of a row whose q, k and v are NaN, whether it decodes or prefills."""
     for bad_row in ("decode", "fresh", "cached"):
         batch = make_batch([20, 7, 31], [(6, 6), (5, 5), (3, 19), (4, 30)])
-        start, stop = {"decode": (1, 2), "fresh": (3, 9), "cached": (14, 17)}[bad_row]
+        start, stop = {"decode": (0, 1), "fresh": (3, 9), "cached": (14, 17)}[bad_row]
         good = torch.ones(len(batch.q), dtype=torch.bool)
         good[start:stop] = False
         expected = batch.run(LayerAttention(0.125))[good]

@@ -116,6 +116,16 @@ def test_every_scheduling_option_reaches_the_scheduler() -> None:
     assert (made.num_blocks, made.num_swap_blocks, made.max_model_len) == (10, 7, 60)
 
 
+@pytest.mark.parametrize(
+    ("device", "seqs", "given", "expected"),
+    [("cpu", 64, None, 512), ("cuda", 64, None, 2048), ("cpu", 600, None, 600), ("cpu", 64, 100, 100)],
+)
+def test_token_budget_of_a_step(device: str, seqs: int, given: int | None, expected: int) -> None:
+    config = EngineConfig("m", max_num_seqs=seqs, max_num_batched_tokens=given)
+    made = config.scheduler_config(num_blocks=9, num_swap_blocks=0, max_model_len=9, device=device)
+    assert made.max_num_batched_tokens == expected
+
+
 def test_static_scheduler_can_be_chosen() -> None:
     from minillm.core.scheduler import ContinuousScheduler
     from minillm.core.static_scheduler import StaticScheduler

@@ -80,6 +80,23 @@ def test_chat_answers_and_ends_by_itself(llm: LLM) -> None:
     assert ids.outputs == output.outputs
 
 
+def test_min_tokens_and_ignore_eos_keep_the_answer_going(llm: LLM) -> None:
+    """B43: every EOS id is masked for the first `min_tokens` tokens; under ignore_eos none of them ends the output."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    plain = SamplingParams(temperature=0, max_tokens=24)
+    short = llm.chat(question, plain)[0].outputs[0]
+    assert short.finish_reason == "stop"
+    count = len(short.token_ids)
+    assert count < 20
+    eos = llm.get_tokenizer().eos_token_ids
+    longer = llm.chat(question, dataclasses.replace(plain, min_tokens=count + 3))[0].outputs[0]
+    assert len(longer.token_ids) > count + 3 or longer.finish_reason == "length"
+    assert eos.isdisjoint(longer.token_ids[: count + 3])
+    ignoring = llm.chat(question, dataclasses.replace(plain, ignore_eos=True))[0].outputs[0]
+    assert ignoring.token_ids[:count] == short.token_ids
+    assert (len(ignoring.token_ids), ignoring.finish_reason) == (24, "length")
+
+
 def test_streamed_text_is_the_decoded_output(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=24, ignore_eos=True)

@@ -128,6 +128,12 @@ class TestChat:
             llm.chat(messages, GREEDY)
         assert llm.stats().counters.submitted == 0
 
+    @pytest.mark.parametrize("message", [{"role": "user", "content": None}, {"role": "user"}, {"content": "x"}, {}])
+    def test_a_message_without_role_or_content_is_refused(self, llm: LLM, message) -> None:
+        with pytest.raises(InvalidParameterError, match="messages"):
+            llm.chat([{"role": "user", "content": "x"}, message], GREEDY)
+        assert llm.stats().counters.submitted == 0
+
     def test_a_broken_template_is_a_typed_error(self, llm: LLM) -> None:
         with pytest.raises(ChatTemplateError):
             llm.chat([{"role": "user", "content": "hi"}], GREEDY, chat_template="{{ raise_exception('no') }}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -133,6 +134,14 @@ class TestFutures:
             assert runtime.default_sampling_params() == defaults
             assert len(runtime.submit("abc").result(WAIT).outputs[0].token_ids) == 3
             assert len(runtime.submit("abc", SamplingParams()).result(WAIT).outputs[0].token_ids) == 16
+
+    def test_a_limit_from_the_model_is_cut_by_the_context_and_a_given_one_is_refused(self) -> None:
+        defaults = SamplingParams(temperature=0, max_tokens=200)
+        with make_runtime(default_params=defaults, num_blocks=10) as runtime:
+            output = runtime.submit("abcd").result(WAIT)
+            assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (36, "length")
+            with pytest.raises(PromptTooLongError):
+                runtime.submit("abcd", defaults)
 
     def test_order_of_priorities(self) -> None:
         order: list[str] = []
@@ -824,3 +833,40 @@ class TestConcurrency:
             assert wait_idle(runtime) == before
             assert runtime._engine.num_invariant_violations == 0
             assert runtime.is_alive
+
+    @pytest.mark.parametrize("ending", ["failure", "close"])
+    def test_nobody_hangs_when_the_engine_ends_under_fire(self, ending: str) -> None:
+        runner = ScriptedRunner(raise_in={"collect": 120} if ending == "failure" else {})
+        runtime = make_runtime(runner, overlap=True, num_blocks=60, num_swap_blocks=8)
+
+        async def read() -> str:
+            try:
+                return [event async for event in runtime.astream("abc", LONG)][-1].finish_reason
+            except EngineDeadError:
+                return "dead"
+
+        def work(worker: int) -> list[str]:
+            ends: list[str] = []
+            while not ends or ends[-1] not in ("dead", "cancelled"):
+                try:
+                    if worker % 3 == 0:
+                        ends.append(runtime.submit("abc", LONG).result(WAIT).outputs[0].finish_reason)
+                    elif worker % 3 == 1:
+                        ends.append(list(runtime.stream("abc", LONG))[-1].finish_reason)
+                    else:
+                        ends.append(asyncio.run(asyncio.wait_for(read(), WAIT)))
+                except EngineDeadError:
+                    ends.append("dead")
+            return ends
+
+        with ThreadPoolExecutor(9) as pool:
+            workers = [pool.submit(work, i) for i in range(9)]
+            if ending == "close":
+                time.sleep(0.05)
+                runtime.close()
+            ends = [worker.result(WAIT) for worker in workers]
+        assert all(end[-1] in ("dead", "cancelled") for end in ends)
+        assert set(itertools.chain(*ends)) <= {"length", "dead", "cancelled"}
+        eventually(lambda: not runtime._thread.is_alive, "the end of the thread")
+        assert runtime._thread.num_live == 0
+        runtime.close()

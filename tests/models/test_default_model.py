@@ -238,7 +238,19 @@ class TestResolving:
         path = tmp_path / "x.gguf"
         path.write_bytes(b"")
         assert (resolve_model(path).path, resolve_model(path).kind) == (path, "gguf")
-        assert (resolve_model(str(tmp_path)).path, resolve_model(tmp_path).kind) == (tmp_path, "safetensors")
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        assert (resolve_model(str(folder)).path, resolve_model(folder).kind) == (folder, "safetensors")
+
+    def test_a_folder_with_nothing_but_gguf_files(self, tmp_path: Path) -> None:
+        only = tmp_path / "a.gguf"
+        only.write_bytes(b"")
+        assert resolve_model(tmp_path).path == only
+        (tmp_path / "b.gguf").write_bytes(b"")
+        with pytest.raises(ModelLoadError, match=r"2 \.gguf files"):
+            resolve_model(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        assert (resolve_model(tmp_path).path, resolve_model(tmp_path).kind) == (tmp_path, "safetensors")
 
     def test_another_kind_of_file_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "pytorch_model.bin"

@@ -13,11 +13,15 @@ from minillm.models import linear
 from minillm.models.gguf import dequantize
 from minillm.models.linear import (
     INT4_MAX_ROWS,
+    INT4_MAX_ROWS_BESIDE_FLOAT32,
     INT8_MAX_ROWS,
+    INT8_MAX_ROWS_BESIDE_FLOAT32,
+    CodesLinear,
     DenseLinear,
-    PackedLinear,
-    QuantizedWeight,
+    OneDnnLinear,
+    RowSwitchLinear,
     cpu_packs_bfloat16,
+    pack,
 )
 from minillm.models.loader import load_model
 
@@ -52,10 +56,10 @@ def round_scales(weight: torch.Tensor, raw: torch.Tensor, qtype: str) -> torch.T
 def test_codes_are_multiplied_exactly(qtype: str, outputs: int, inputs: int, rows: int) -> None:
     """Against float64 with the same rounded scales: only the sum's float32 and the result's bfloat16 rounding stay."""
     raw, weight = blocks(qtype, outputs, inputs)
-    quantized = QuantizedWeight.from_blocks([(qtype, raw)])
+    quantized = CodesLinear.from_blocks([(qtype, raw)])
     assert quantized is not None
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    found = quantized.matmul(x)
+    found = quantized(x)
     assert found.dtype == torch.bfloat16
     expected = x.double() @ round_scales(weight, raw, qtype).double().T
     assert ((found.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-4).all()
@@ -67,13 +71,13 @@ def test_rounded_scales_cost_no_more_than_bfloat16_weights(qtype: str) -> None:
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     exact = x.double() @ weight.double().T
     bfloat16 = (x.float() @ weight.bfloat16().float().T).bfloat16()
-    quantized = QuantizedWeight.from_blocks([(qtype, raw)])
+    quantized = CodesLinear.from_blocks([(qtype, raw)])
     assert quantized is not None
 
     def error(product: torch.Tensor) -> float:
         return float((product.double() - exact).norm() / exact.norm())
 
-    assert error(quantized.matmul(x)) < 2 * error(bfloat16) < 0.01
+    assert error(quantized(x)) < 2 * error(bfloat16) < 0.01
 
 
 def test_stacked_parts_equal_their_own_products() -> None:
@@ -83,19 +87,19 @@ def test_stacked_parts_equal_their_own_products() -> None:
         ("Q4_0", *blocks("Q4_0", 16, 64, 2)),
         ("Q4_1", *blocks("Q4_1", 16, 64, 3)),
     ]
-    stacked = QuantizedWeight.from_blocks([(kind, raw) for kind, raw, _ in parts])
+    stacked = CodesLinear.from_blocks([(kind, raw) for kind, raw, _ in parts])
     assert stacked is not None
     x = torch.randn(3, 64).bfloat16()
-    singles = [QuantizedWeight.from_blocks([(kind, raw)]) for kind, raw, _ in parts]
-    expected = torch.cat([single.matmul(x) for single in singles if single is not None], -1)
-    assert torch.equal(stacked.matmul(x), expected)
+    singles = [CodesLinear.from_blocks([(kind, raw)]) for kind, raw, _ in parts]
+    expected = torch.cat([single(x) for single in singles if single is not None], -1)
+    assert torch.equal(stacked(x), expected)
 
 
 def test_a_weight_of_more_rows_than_are_packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, _ = blocks("Q4_1", 224, 64)
-    whole = QuantizedWeight.from_blocks([("Q4_1", raw)])
+    whole = CodesLinear.from_blocks([("Q4_1", raw)])
     monkeypatch.setattr(linear, "_ROWS_AT_ONCE", 64)
-    pieces = QuantizedWeight.from_blocks([("Q4_1", raw)])
+    pieces = CodesLinear.from_blocks([("Q4_1", raw)])
     assert whole is not None
     assert pieces is not None
     assert torch.equal(whole.codes, pieces.codes)
@@ -116,32 +120,50 @@ def test_what_does_not_fit_stays_unpacked(parts: list[tuple[str, int, int]]) -> 
         (kind, torch.zeros(rows, columns // sizes[kind][0] * sizes[kind][1], dtype=torch.uint8))
         for kind, rows, columns in parts
     ]
-    assert QuantizedWeight.from_blocks(raws) is None
+    assert CodesLinear.from_blocks(raws) is None
 
 
-@needs_bfloat16
+FORMS = [
+    pytest.param(torch.bfloat16, "Q4_1", INT4_MAX_ROWS, marks=needs_bfloat16),
+    pytest.param(torch.bfloat16, "Q8_0", INT8_MAX_ROWS, marks=needs_bfloat16),
+    pytest.param(torch.bfloat16, None, 0, marks=needs_bfloat16),
+    (torch.float32, "Q4_0", INT4_MAX_ROWS_BESIDE_FLOAT32),
+    (torch.float32, "Q8_0", INT8_MAX_ROWS_BESIDE_FLOAT32),
+]
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("qtype", "limit"), [("Q4_1", INT4_MAX_ROWS), ("Q8_0", INT8_MAX_ROWS), (None, 0)])
-def test_packed_linear_in_both_forms(qtype: str | None, limit: int, bias: bool) -> None:
+@pytest.mark.parametrize(("dtype", "qtype", "limit"), FORMS)
+def test_both_forms_at_and_around_the_limit(dtype: torch.dtype, qtype: str | None, limit: int, bias: bool) -> None:
     raw, weight = blocks(qtype or "Q4_1", 96, 64)
-    offset = torch.randn(96).bfloat16() if bias else None
-    quantized = QuantizedWeight.from_blocks([(qtype, raw)]) if qtype else None
-    packed = PackedLinear(DenseLinear(weight.bfloat16(), offset), quantized)
+    offset = torch.randn(96).to(dtype) if bias else None
+    dense = DenseLinear(weight.to(dtype), offset)
+    packed = pack(dense, [(qtype, raw)] if qtype else [])
+    assert isinstance(packed, RowSwitchLinear if qtype else OneDnnLinear)
     assert (packed.in_features, packed.out_features) == (64, 96)
-    for rows in (1, limit, limit + 1, 16, 64, 200):
-        if rows == 0:
-            continue
-        x = torch.randn(rows, 64).bfloat16()
+    for rows in {1, max(limit, 1), limit + 1, 64, 200}:
+        x = torch.randn(rows, 64).to(dtype)
         expected = x.double() @ weight.double().T
         if offset is not None:
             expected = expected + offset.double()
         found = packed(x)
-        assert found.shape == (rows, 96)
+        assert (found.shape, found.dtype) == ((rows, 96), dtype)
         torch.testing.assert_close(found.double(), expected, atol=0.01, rtol=0.02)
-        uses_codes = quantized is not None and rows <= limit
-        plain = torch.nn.functional.linear(x, weight.bfloat16(), offset)
-        if not uses_codes:
-            torch.testing.assert_close(found, plain, atol=0.002, rtol=0.008)
+        if rows > limit:
+            exact = torch.nn.functional.linear(x, dense.weight, offset)
+            torch.testing.assert_close(found, exact, atol=0.002, rtol=0.008 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_codes_are_used_up_to_the_limit_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, weight = blocks("Q4_1", 96, 64)
+    packed = pack(DenseLinear(weight), [("Q4_1", raw)])
+    assert isinstance(packed, RowSwitchLinear)
+    calls: list[str] = []
+    monkeypatch.setattr(packed, "codes", lambda x: calls.append("codes") or torch.zeros(len(x), 96))
+    monkeypatch.setattr(packed, "many", lambda x: calls.append("many") or torch.zeros(len(x), 96))
+    packed(torch.zeros(INT4_MAX_ROWS_BESIDE_FLOAT32, 64))
+    packed(torch.zeros(INT4_MAX_ROWS_BESIDE_FLOAT32 + 1, 64))
+    assert calls == ["codes", "many"]
 
 
 @needs_bfloat16
@@ -151,7 +173,7 @@ def test_auto_keeps_the_codes_of_a_quantised_file_and_stays_near_float32(tmp_pat
     exact, auto = load_model(path, dtype="float32"), load_model(path, dtype="auto")
     assert (exact.dtype, exact.packed) == ("float32", False)
     assert (auto.dtype, auto.packed) == ("bfloat16", True)
-    assert auto.decoder.layers[0].qkv.quantized is not None
+    assert isinstance(auto.decoder.layers[0].qkv, RowSwitchLinear)
     ids = prompt(40)
     whole = run(exact.decoder, ids)
     for chunks in (None, [1] * 40, [4] * 10):
@@ -164,7 +186,7 @@ def test_explicit_bfloat16_uses_no_codes(tmp_path) -> None:
     path = write_gguf(make_reference("llama"), tmp_path / "model.gguf", "Q4_1")
     model = load_model(path, dtype="bfloat16")
     assert model.packed
-    assert model.decoder.layers[0].qkv.quantized is None
+    assert isinstance(model.decoder.layers[0].qkv, OneDnnLinear)
 
 
 @needs_bfloat16
@@ -177,11 +199,37 @@ def test_auto_of_safetensors_is_packed_bfloat16(tmp_path) -> None:
     assert (run(model.decoder, ids) - theirs).norm() < 0.03 * theirs.norm()
 
 
-def test_auto_without_bfloat16_instructions_is_float32(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_bfloat16(monkeypatch: pytest.MonkeyPatch, codes: bool) -> None:
     monkeypatch.setattr("minillm.models.loader.cpu_packs_bfloat16", lambda: False)
+    monkeypatch.setattr("minillm.models.loader.cpu_multiplies_codes", lambda: codes)
+
+
+def test_auto_without_bfloat16_instructions_keeps_codes_beside_float32(tmp_path, monkeypatch) -> None:
+    without_bfloat16(monkeypatch, codes=True)
+    reference = make_reference("llama", hidden_size=288, num_attention_heads=9, num_key_value_heads=3)
+    path = write_gguf(reference, tmp_path / "model.gguf", "Q4_1")
+    exact, auto = load_model(path, dtype="float32"), load_model(path, dtype="auto")
+    assert (auto.dtype, auto.packed) == ("float32", True)
+    assert not exact.packed
+    ids = prompt(40)
+    whole = run(exact.decoder, ids)
+    torch.testing.assert_close(run(auto.decoder, ids), whole, atol=1e-5, rtol=1e-5)  # 40 rows: float32 itself
+    difference = run(auto.decoder, ids, [1] * 40) - whole
+    assert 0 < difference.norm() < 0.03 * whole.norm()
+
+
+def test_auto_without_either_is_plain_float32(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_bfloat16(monkeypatch, codes=False)
     path = write_gguf(make_reference("llama"), tmp_path / "model.gguf", "Q4_1")
     model = load_model(path, dtype="auto")
     assert (model.dtype, model.packed) == ("float32", False)
+
+
+def test_explicit_float32_never_uses_codes(tmp_path) -> None:
+    path = write_gguf(make_reference("llama"), tmp_path / "model.gguf", "Q4_1")
+    model = load_model(path, dtype="float32")
+    assert not model.packed
+    assert isinstance(model.decoder.layers[0].qkv, DenseLinear)
 
 
 @needs_bfloat16
@@ -197,7 +245,7 @@ def test_a_tied_head_is_packed_and_the_embedding_stays(tied: bool, tmp_path) -> 
     torch.testing.assert_close(
         decoder.compute_logits(hidden), exact.compute_logits(hidden.float()), atol=0.02, rtol=0.02
     )
-    assert decoder.head.quantized.inputs_twice
+    assert decoder.head.codes.inputs_twice
 
 
 @needs_bfloat16

@@ -14,7 +14,7 @@ from gguf_files import gguf_name
 from model_oracles import ContiguousAttention, run
 
 from minillm.models.default_model import BUILTIN_MODELS, builtin_path, list_cached_models
-from minillm.models.linear import cpu_packs_bfloat16
+from minillm.models.linear import RowSwitchLinear, cpu_packs_bfloat16
 from minillm.models.loader import LoadedModel, load_model
 
 pytestmark = pytest.mark.integration
@@ -111,7 +111,7 @@ def test_float32_logits_and_greedy_tokens_equal_transformers(exact: LoadedModel,
 @pytest.mark.parametrize("chunk", [1, 4, 12], ids=["one row", "four rows", "all rows"])
 def test_packed_products_stay_near_float32(exact: LoadedModel, packed: LoadedModel, chunk: int) -> None:
     assert packed.packed
-    assert all(layer.qkv.quantized is not None for layer in packed.decoder.layers)
+    assert all(isinstance(layer.qkv, RowSwitchLinear) for layer in packed.decoder.layers)
     theirs = run(exact.decoder, CAPITALS).log_softmax(-1)
     ours = run(packed.decoder, CAPITALS, [chunk] * (len(CAPITALS) // chunk)).log_softmax(-1)
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)

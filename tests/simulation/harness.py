@@ -19,7 +19,7 @@ from random import Random
 from minillm.core import invariants
 from minillm.core.errors import InvariantViolation, RequestError
 from minillm.core.observer import Observer
-from minillm.core.plan import NoPlan, StepEvents, StepOutcome, StepPlan
+from minillm.core.plan import NoPlan, StepEvents, StepOutcome, StepPlan, StepTimings, TokenLogprobs
 from minillm.core.prefix_cache import CachedBlock, chain_digest, extra_keys
 from minillm.core.request import QUEUED, RUNNING, Request, RequestState
 from minillm.core.scheduler import ContinuousScheduler
@@ -27,7 +27,8 @@ from minillm.core.static_scheduler import StaticScheduler
 from simulation.shadow_runner import Faults, Sequence, ShadowRunner, SimulationFailure, root_kv
 from simulation.workload import RequestSpec, SimSettings, Workload, random_settings
 
-ORDERED_POLICIES = ("priority", "fcfs")
+ORDERED_POLICIES = ("priority", "fcfs", "shortest_prompt")
+"""Policies whose order does not depend on what was served so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +57,17 @@ class Tracked:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def order_key(self, settings: SimSettings) -> tuple[float, bool, int]:
-        """Place in the total order, worked out without the queue (policies `priority` and `fcfs` only)."""
+    def order_key(self, settings: SimSettings) -> tuple[float, bool, int, int]:
+        """Place in the total order, worked out without the queue (for `ORDERED_POLICIES`)."""
         config, request = settings.config, self.request
         level = 0.0
         if config.queue_policy == "priority":
             level = float(request.priority)
             if config.ageing_interval is not None:
                 level += request.arrival_time / config.ageing_interval
-        return (level, not self.ran, self.number)
+        if config.queue_policy == "shortest_prompt":
+            return (float(request.priority), not self.ran, request.prompt_len, self.number)
+        return (level, not self.ran, 0, self.number)
 
 
 @dataclass(slots=True)
@@ -96,6 +99,8 @@ class _Preemptions(Observer):
         if request.num_preemptions <= self.bound or "needs a block" not in reason:
             return
         assert self.scheduler is not None
+        if self.scheduler.config.queue_policy not in ORDERED_POLICIES:
+            return  # queueing the victim has changed the order already
         rest = sorted(self.scheduler.running, key=self.scheduler.waiting.key)
         spared = [other for other in rest[1:] if other.num_preemptions < self.bound and other.block_table]
         if spared:
@@ -139,7 +144,7 @@ class Simulation:
 
     def submit(self, spec: RequestSpec) -> Tracked | None:
         """Submit a request; None if the scheduler refused it (then nothing may have changed)."""
-        request_id = f"r{self.submitted}"
+        request_id = self._new_id()
         deadline = None if spec.deadline_in is None else self.now + spec.deadline_in
         request = Request(
             request_id,
@@ -168,6 +173,17 @@ class Simulation:
         self.coverage["submitted"] += 1
         self.coverage["groups"] += spec.params.n > 1
         return self.live[request_id]
+
+    def _new_id(self) -> str:
+        """Sometimes the id of a request that has ended, even if the plan in flight still names that one."""
+        if self.ended and self.rng.random() < self.settings.id_reuse_rate:
+            request_id = self.rng.choice(self.ended)
+            if request_id not in self.live and "#" not in request_id:
+                for flight in self.flights:
+                    flight.void.add(request_id)
+                self.coverage["ids used again"] += 1
+                return request_id
+        return f"r{self.submitted}"
 
     def _track(self, request: Request, spec: RequestSpec) -> None:
         sequence = Sequence(
@@ -247,15 +263,19 @@ class Simulation:
         """Schedule one step; a plan is checked and executed at once, its outcome kept for `commit`."""
         queued = [t for t in self.live.values() if t.request.state in QUEUED and t.request.row < 0]
         self.observer.seen.clear()
+        before = self._holdings() if self.flights else None
         plan = self.scheduler.schedule(self.now)
+        ended = False
         for tracked in self.live.values():
             if not tracked.closed and tracked.request.is_ended:
                 deadline = tracked.request.deadline
                 if deadline is None or deadline > self.now:
                     raise SimulationFailure(f"{tracked.request_id} ended while scheduling, before its deadline")
                 self.coverage["deadlines expired"] += 1
-                tracked.cancelled = tracked.closed = True
+                tracked.cancelled = tracked.closed = ended = True
         if isinstance(plan, NoPlan):
+            if before is not None and not ended and before != self._holdings():
+                raise SimulationFailure(f"schedule answered {plan.value} and changed what is held")
             self._check_no_plan(plan)
             return plan
         self._check_plan(plan, queued)
@@ -264,15 +284,38 @@ class Simulation:
         steps = tuple(flight.plan.step for flight in self.flights)
         outcome = self.runner.forward(plan, faults, steps)
         ids = {*plan.decodes.request_ids, *(chunk.request_id for chunk in plan.prefills)}
+        self._measure(outcome)
         self.flights.append(Flight(plan, outcome, self._row_owners(plan), ids, holders))
         for request_id in ids:
             for member in self._unforked_group(request_id):
                 self.live[member].ran = True
         self.coverage["steps"] += 1
+        self.coverage["steps with a crowd"] += len(self.live) > 64
         self.coverage["steps overlapped"] += len(self.flights) > 1
         self.coverage["static steps"] += self.settings.static
         self.coverage["constant-hash steps"] += self.settings.constant_hash
         return plan
+
+    def _holdings(self) -> tuple[list[int], list[int], list[Request], int, int]:
+        scheduler = self.scheduler
+        blocks = scheduler.blocks
+        return (
+            list(blocks.ref_counts),
+            list(blocks.free_blocks),
+            list(scheduler.running),
+            scheduler.num_waiting,
+            scheduler.swap_pool.num_used,
+        )
+
+    def _measure(self, outcome: StepOutcome) -> None:
+        """Timings and logprobs, as some runners and requests have them."""
+        settings, rng = self.settings, self.rng
+        if settings.timing_rate and rng.random() < settings.timing_rate:
+            outcome.timings = StepTimings(
+                forward=rng.uniform(0.001, 0.1), swap_out=rng.uniform(1e-5, 0.1), swap_in=rng.uniform(1e-5, 0.1)
+            )
+        if settings.logprobs_rate and rng.random() < settings.logprobs_rate:
+            outcome.logprobs = [TokenLogprobs(ids[0] if ids else -1, -1.0, 1, [], []) for ids in outcome.token_ids]
 
     def commit(self) -> None:
         """Commit the oldest plan in flight."""
@@ -295,7 +338,7 @@ class Simulation:
 
     def deliver(self, events: StepEvents) -> None:
         """Check events as a client would see them."""
-        for request_id, index, token, _ in events.tokens:
+        for request_id, index, token, logprobs in events.tokens:
             tracked = self.live.get(request_id)
             if tracked is None or (tracked.closed and tracked.string_stopped is None and not tracked.cancelled):
                 raise SimulationFailure(f"output {index} of {request_id} comes after its end")
@@ -307,6 +350,8 @@ class Simulation:
                 raise SimulationFailure(
                     f"{request_id}: output {index} is {token}, alone it is {tracked.sequence.output(index)}"
                 )
+            if logprobs is not None and logprobs.token_id != token:
+                raise SimulationFailure(f"{request_id}: output {index} has the logprobs of token {logprobs.token_id}")
             tracked.delivered += 1
             if index == 0 and tracked.request.cached_tokens:
                 self.coverage["prefix hits"] += 1
@@ -560,6 +605,16 @@ class Simulation:
         if self.checks % 32 == 0:
             self.check_cached_content()
 
+    def check_gauges(self) -> None:
+        """What `stats` and `explain` say can be said at any time and adds up."""
+        stats = self.scheduler.stats()
+        held = stats.blocks_free + stats.blocks_evictable + stats.blocks_quarantined + stats.blocks_referenced
+        if held != stats.blocks_total or not 0.0 <= stats.internal_fragmentation < 1.0:
+            raise SimulationFailure(f"the gauges do not add up: {stats}")
+        for request_id in (*self.live, *self.ended):
+            if request_id not in self.scheduler.explain(request_id):
+                raise SimulationFailure(f"explain({request_id}) does not name the request")
+
     def check_cached_content(self) -> None:
         """Every cached block holds what its chain of entries says: a failed row's KV must never be published."""
         size, memory = self.settings.config.block_size, self.runner.memory
@@ -638,7 +693,7 @@ def random_step(simulation: Simulation, workload: Workload) -> None:
     draw = rng.random
     simulation.now += draw() * 0.02
     if draw() < settings.arrival_rate or not simulation.live:
-        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        for _ in range(rng.choice((1, 1, 1, 2, 4)) * settings.burst):
             if len(simulation.live) < settings.max_live:
                 simulation.submit(workload.request())
         if draw() < settings.bad_request_rate and simulation.submit(workload.bad_request()) is not None:
@@ -675,3 +730,5 @@ def random_inputs(simulation: Simulation) -> None:
         simulation.check()
     if rng.random() < 0.05:
         simulation.deliver(simulation.scheduler.take_events())
+    if rng.random() < 0.005:
+        simulation.check_gauges()

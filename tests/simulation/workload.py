@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from minillm.core.config import SchedulerConfig
@@ -25,6 +25,8 @@ class SimSettings:
     """Every prefix hash is the same: only the token comparison keeps prefixes apart."""
     vocab_size: int = 8
     arrival_rate: float = 0.3
+    burst: int = 1
+    """Usual number of requests that arrive together."""
     max_live: int = 10
     max_new_tokens: int = 20
     prompt_share: float = 0.67
@@ -41,6 +43,9 @@ class SimSettings:
     prompt_logprobs_rate: float = 0.0
     reset_rate: float = 0.0
     engine_failure_rate: float = 0.0
+    id_reuse_rate: float = 0.0
+    timing_rate: float = 0.0
+    logprobs_rate: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +65,32 @@ class RequestSpec:
 
 
 def random_settings(rng: Random) -> SimSettings:
-    """Settings for one seed: small pools, tight limits, every policy, faults in half of the runs."""
+    """Settings for one seed: small pools, tight limits, every policy, faults in half of the runs.
+
+    One run in thirty has a crowd instead (up to 160 live requests), for what only happens to large heaps and batches.
+    """
+    settings = _small_settings(rng)
+    if rng.random() >= 1 / 30:
+        return settings
+    size = settings.config.block_size
+    num_blocks = rng.randint(800, 2000) // size + 1
+    max_num_seqs = rng.choice((16, 48))
+    config = replace(
+        settings.config,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice((1, 64, 256)),
+        max_prefill_tokens_per_step=None,
+        max_model_len=rng.choice((60, 200)),
+        num_swap_blocks=rng.choice((0, num_blocks // 8, num_blocks)),
+        max_waiting=None,
+    )
+    return replace(
+        settings, config=config, max_live=160, arrival_rate=0.9, burst=8, max_new_tokens=60, deadline_rate=0.3
+    )
+
+
+def _small_settings(rng: Random) -> SimSettings:
     block_size = rng.choice((1, 2, 3, 4, 4, 5, 8, 8, 16, 32))
     capacity = rng.randint(8, rng.choice((24, 60, 160)))
     num_blocks = min(44, max(1, capacity // block_size) + rng.randint(0, 3))
@@ -84,6 +114,7 @@ def random_settings(rng: Random) -> SimSettings:
         ageing_interval=rng.choice((None, None, 0.05, 0.5, 5.0)),
         max_preemptions=rng.choice((0, 1, 2, 8)),
         max_waiting=rng.choice((None, None, None, 6)),
+        user_weights=rng.choice(({}, {"ann": 3.0, "bob": 0.5})),
     )
     faulty = rng.random() < 0.5
     pressing = rng.random() < 0.5
@@ -108,6 +139,9 @@ def random_settings(rng: Random) -> SimSettings:
         prompt_logprobs_rate=rng.choice((0.0, 0.0, 0.1)),
         reset_rate=rng.choice((0.0, 0.0, 0.005)),
         engine_failure_rate=0.002 if faulty and rng.random() < 0.3 else 0.0,
+        id_reuse_rate=rng.choice((0.0, 0.2)),
+        timing_rate=rng.choice((0.0, 0.3)),
+        logprobs_rate=rng.choice((0.0, 0.0, 0.5)),
     )
 
 
@@ -165,7 +199,7 @@ class Workload:
             stops = stops[:1]
         eos = (0,) if rng.random() < 0.5 * settings.stop_rate and settings.vocab_size > 2 else ()
         params = SamplingParams(
-            n=rng.randint(2, 4) if max_tokens != 0 and rng.random() < settings.group_rate else 1,
+            n=rng.randint(2, 4) if rng.random() < settings.group_rate else 1,
             max_tokens=max_tokens,
             min_tokens=rng.randint(0, min(3, 1 if max_tokens is None else max_tokens)) if rng.random() < 0.3 else 0,
             stop_token_ids=stops,

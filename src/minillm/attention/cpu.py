@@ -16,13 +16,16 @@ matmul + softmax + matmul, token-major views   22            86            550  
 gather of K and V                              3             3             263            120
 =============================================  ============  ============  =============  =============
 
-A gather is a copy, so decoding 16 rows costs about twice the attention alone; reading blocks in place through a
-batched product per block (which torch can do without a copy) was faster by a third in fp32 only, and needs blocks
-that no two rows share, so prefix sharing rules it out. bmm would also round bf16 scores to bf16; the fused call
-keeps them in fp32. The grouped queries of one KV head are passed as its query rows ("folded") in fp32 and from ratio
-4 on; below that in half precision the fused call's own grouping is faster (16 x 256, bf16: 246 against 312 us at 9/3
-heads, but 627 against 452 at 24/4). Cutting a batch so that the gathered part fits the second-level cache changed
-nothing beyond noise.
+The gather costs as much as the attention, because it is what brings K and V out of memory. Tried against it: a
+contiguous copy of the decode rows that is kept between steps and only grows by the new token saved nothing at 16 x 80
+tokens and 11 % of the step without its matrix products at 16 x 300 (the fused call then reads from memory itself), so
+it was left out. Reading blocks in place through a batched product per block, which torch can do without a copy, was
+faster by a third in fp32 only, and needs blocks that no two rows share, so prefix sharing rules it out. Cutting a
+batch so that the gathered part fits the second-level cache changed nothing beyond noise.
+
+bmm would also round bf16 scores to bf16; the fused call keeps them in fp32. The grouped queries of one KV head are
+passed as its query rows ("folded") in fp32 and from ratio 4 on; below that in half precision the fused call's own
+grouping is faster (16 x 256, bf16: 246 against 312 us at 9/3 heads, but 627 against 452 at 24/4).
 
 Rows of unlike length are sorted into a few calls (:mod:`minillm.attention.cpu_plan`), so one long context does not
 make every row pay for its length. A fresh prompt attends to its own k and v directly, without reading the cache back.

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.models.linear import DenseLinear, PackedLinear, QuantizedWeight, cpu_packs_bfloat16
+from minillm.models.linear import CodesLinear, DenseLinear, OneDnnLinear, cpu_packs_bfloat16
 from minillm.models.loader import LoadedModel, load_model
 
 NUM_LAYERS = 30
@@ -69,15 +69,15 @@ def contenders(inputs: int, outputs: int, kind: str) -> dict[str, tuple[Product,
     """The forms of one weight, each a product and the dtype of its input."""
     weight = torch.randn(outputs, inputs) * 0.05
     dense = DenseLinear(weight.bfloat16())
-    quantized = QuantizedWeight.from_blocks([(kind, random_blocks(kind, outputs, inputs))])
-    assert quantized is not None
+    codes = CodesLinear.from_blocks([(kind, random_blocks(kind, outputs, inputs))])
+    assert codes is not None
     forms: dict[str, tuple[Product, torch.dtype]] = {
         "float32": (lambda x: F.linear(x, weight), torch.float32),
         "bfloat16": (dense, torch.bfloat16),
-        "codes": (quantized.matmul, torch.bfloat16),
+        "codes": (codes, torch.bfloat16),
     }
     if cpu_packs_bfloat16():
-        forms["bfloat16 packed"] = (PackedLinear(dense), torch.bfloat16)
+        forms["bfloat16 packed"] = (OneDnnLinear(dense), torch.bfloat16)
     return forms
 
 

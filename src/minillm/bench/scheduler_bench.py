@@ -12,18 +12,16 @@ running requests with a tenth to spare; the rest is filled with cached prefixes,
 
 from __future__ import annotations
 
-import csv
-import platform
 import statistics
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from random import Random
 from time import perf_counter_ns, thread_time_ns
+from typing import Any
 
+from minillm.bench import common
 from minillm.core.config import SchedulerConfig
 from minillm.core.plan import NoPlan, StepOutcome, StepPlan
 from minillm.core.request import Request
@@ -31,7 +29,7 @@ from minillm.core.sampling_params import SamplingParams
 from minillm.core.scheduler import ContinuousScheduler
 
 RUNNING = (1, 16, 64, 256, 1024)
-DEFAULT_CSV = Path("benchmarks/results/scheduler.csv")
+DEFAULT_CSV = common.RESULTS / "scheduler.csv"
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (32, 512)
 OUTPUT_TOKENS = (64, 448)
@@ -58,10 +56,17 @@ class SchedulerCost:
     tokens_per_step: float
     hit_blocks_per_step: float
     evictions_per_step: float
-    device: str
-    python: str
-    commit: str
     date: str
+    commit: str
+    device: str
+    cores: str
+    python: str
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, str]) -> SchedulerCost:
+        """From a row of the CSV file."""
+        kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+        return cls(**{column.name: kinds[str(column.type)](row[column.name]) for column in fields(cls)})
 
 
 class _Load:
@@ -151,6 +156,8 @@ def _steps(load: _Load) -> Iterator[tuple[int, int, int, StepPlan]]:
 
 def measure(running: int, *, steps: int = 1000, seed: int = 0) -> SchedulerCost:
     """Measure `steps` steps in the steady state of `running` requests."""
+    from minillm.doctor import cpu_name
+
     load = _Load(running, seed)
     for _ in range(running):
         load.join(already_generated=load.rng.randrange(OUTPUT_TOKENS[1]))
@@ -185,61 +192,22 @@ def measure(running: int, *, steps: int = 1000, seed: int = 0) -> SchedulerCost:
         tokens_per_step=round(tokens / steps, 1),
         hit_blocks_per_step=round((counters.hits - hits) / steps, 3),
         evictions_per_step=round((counters.evictions - evictions) / steps, 3),
-        **_environment(),
+        **common.environment(cpu_name(), packages=()),
     )
-
-
-def _environment() -> dict[str, str]:
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "device": processor,
-        "python": platform.python_version(),
-        "commit": git.stdout.strip() or "unknown",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-
-
-def write_csv(costs: Sequence[SchedulerCost], path: Path) -> None:
-    """Write the measurements, one line per number of running requests."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SchedulerCost)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(cost) for cost in costs)
-
-
-def read_csv(path: Path) -> list[SchedulerCost]:
-    """Read what `write_csv` wrote."""
-    kinds = {"int": int, "float": float, "str": str}
-    with path.open(newline="") as file:
-        return [
-            SchedulerCost(**{field.name: kinds[str(field.type)](row[field.name]) for field in fields(SchedulerCost)})
-            for row in csv.DictReader(file)
-        ]
 
 
 def print_table(costs: Sequence[SchedulerCost]) -> None:
     """Print the measurements as a table."""
     from rich.console import Console
-    from rich.table import Table
 
-    title = "schedule + commit per step (us)"
-    if costs:
-        title += f", {costs[0].device}, Python {costs[0].python}, {costs[0].commit}, {costs[0].date}"
-    table = Table(title=title, caption="medians but for p99 and mean; joins, tokens and evicted blocks are per step")
-    for heading in ("running", "median", "p99", "mean", "CPU", "schedule", "commit", "joins", "tokens", "evictions"):
-        table.add_column(heading, justify="right")
-    for cost in costs:
-        table.add_row(
+    where = f"{costs[0].device}, Python {costs[0].python}, {costs[0].commit}, {costs[0].date}" if costs else ""
+    title = f"schedule + commit per step, us (medians but for p99); joins, tokens and evicted blocks per step\n{where}"
+    columns = ("running", "median", "p99", "CPU", "schedule", "commit", "joins", "tokens", "evicted")
+    rows = [
+        (
             str(cost.running),
             f"{cost.median_us:.0f}",
             f"{cost.p99_us:.0f}",
-            f"{cost.mean_us:.0f}",
             f"{cost.cpu_median_us:.0f}",
             f"{cost.schedule_median_us:.0f}",
             f"{cost.commit_median_us:.0f}",
@@ -247,7 +215,9 @@ def print_table(costs: Sequence[SchedulerCost]) -> None:
             f"{cost.tokens_per_step:.0f}",
             f"{cost.evictions_per_step:.1f}",
         )
-    Console().print(table)
+        for cost in costs
+    ]
+    Console().print(common.make_table(title, columns, rows))
 
 
 def run(
@@ -263,12 +233,12 @@ def run(
     With `from_csv` nothing is measured: the table of an earlier run is printed.
     """
     if from_csv is not None:
-        costs = read_csv(from_csv)
+        costs = [SchedulerCost.from_row(row) for row in common.read_csv(from_csv)]
         print_table(costs)
         return costs
     costs = [measure(number, steps=steps, seed=seed) for number in running]
     print_table(costs)
     if output is not None:
-        write_csv(costs, output)
+        common.write_csv(output, [asdict(cost) for cost in costs])
         print(f"wrote {output}")
     return costs

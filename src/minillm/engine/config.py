@@ -13,6 +13,8 @@ from minillm.core.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
+CPU_BATCHED_TOKENS = 512
+GPU_BATCHED_TOKENS = 2048
 SCHEDULERS = ("continuous", "static")
 
 
@@ -44,8 +46,9 @@ class EngineConfig:
 
     Scheduling:
 
-    - ``max_num_seqs``, ``max_num_batched_tokens``: sequences and tokens of a step; ``max_prefill_tokens_per_step``
-      throttles prefill so that running decodes keep their pace.
+    - ``max_num_seqs``, ``max_num_batched_tokens``: sequences and tokens of a step; None is 2048 tokens on a GPU, 512 on
+      a CPU (a longer chunk is no faster there and holds up running decodes), and never less than ``max_num_seqs``.
+    - ``max_prefill_tokens_per_step`` throttles prefill further, so that running decodes keep their pace.
     - ``scheduler``: "continuous", or "static" (the baseline). ``scheduling_policy`` orders the queue,
       ``victim_policy`` chooses whom memory pressure preempts, ``preemption_mode`` how.
     - ``user_weights``: shares of users under the `fair` policy; 1 for those that are not named.
@@ -76,7 +79,7 @@ class EngineConfig:
     pin_memory: bool | None = None
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_prefill_tokens_per_step: int | None = None
     scheduler: str = "continuous"
     scheduling_policy: str = "priority"
@@ -145,16 +148,21 @@ class EngineConfig:
         if value not in allowed:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(allowed)}")
 
-    def scheduler_config(self, *, num_blocks: int, num_swap_blocks: int, max_model_len: int) -> SchedulerConfig:
+    def scheduler_config(
+        self, *, num_blocks: int, num_swap_blocks: int, max_model_len: int, device: str = "cpu"
+    ) -> SchedulerConfig:
         """The scheduler's part of this configuration, for a pool of this size; validates the shared limits.
 
         Not `max_waiting`: the bound holds where callers submit, before the engine thread takes over.
         """
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(self.max_num_seqs, CPU_BATCHED_TOKENS if device == "cpu" else GPU_BATCHED_TOKENS)
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             max_prefill_tokens_per_step=self.max_prefill_tokens_per_step,
             max_model_len=max_model_len,
             num_swap_blocks=num_swap_blocks,

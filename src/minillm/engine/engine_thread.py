@@ -230,12 +230,13 @@ class EngineThread:
         return time.monotonic() >= self._close_at or not (self._open or self.engine.has_work)
 
     def _take_inputs(self, wait: bool) -> None:
+        """Handle what is in the inbox now (not what comes meanwhile: steps go on under any flood of inputs)."""
         try:
             self._handle(self._inbox.get(block=wait))
-            while True:
-                self._handle(self._inbox.get_nowait())
         except Empty:
             return
+        for _ in range(self._inbox.qsize()):
+            self._handle(self._inbox.get_nowait())
 
     def _handle(self, item: _Input) -> None:
         match item:

@@ -161,7 +161,10 @@ def assemble_engine(
     from minillm.engine.stop_checker import TextStream
 
     scheduler_config = config.scheduler_config(
-        num_blocks=limits.num_blocks, num_swap_blocks=limits.num_swap_blocks, max_model_len=limits.max_model_len
+        num_blocks=limits.num_blocks,
+        num_swap_blocks=limits.num_swap_blocks,
+        max_model_len=limits.max_model_len,
+        device=limits.device,
     )
     kind = StaticScheduler if config.scheduler == "static" else ContinuousScheduler
     scheduler = kind(scheduler_config, observer=observer)

@@ -69,7 +69,7 @@ class InputProcessor:
         Raises a :class:`RequestError` for anything wrong with the prompt, the parameters or the other fields, but for
         what only the scheduler knows (lengths, the queue). `chat_options` go to the chat template.
         """
-        params = self._params(sampling_params)
+        params, default_limit = self._params(sampling_params)
         _check_fields(request_id, priority, user, cache_salt, timeout)
         text, is_chat = None, False
         if isinstance(prompt, Mapping):
@@ -95,7 +95,9 @@ class InputProcessor:
             seed=self._seed(params),
             eos_token_ids=tuple(self.eos_token_ids),
         )
-        if params.max_tokens is None and not is_chat:
+        if default_limit is not None:
+            request.max_tokens = default_limit
+        elif params.max_tokens is None and not is_chat:
             request.max_tokens = DEFAULT_MAX_TOKENS
             if params.min_tokens > DEFAULT_MAX_TOKENS:
                 rule = f"it exceeds the default max_tokens={DEFAULT_MAX_TOKENS} of completions; give max_tokens too"
@@ -122,13 +124,15 @@ class InputProcessor:
         assert not isinstance(ids, str)
         return ids
 
-    def _params(self, params: SamplingParams | None) -> SamplingParams:
+    def _params(self, params: SamplingParams | None) -> tuple[SamplingParams, int | None]:
+        """The parameters that hold, and the model's own output limit where nobody gave one: the context cuts that
+        short, while a limit that was given must fit."""
         if params is None:
-            return self.default_params
+            return replace(self.default_params, max_tokens=None), self.default_params.max_tokens
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError("sampling_params", type(params).__name__, "it must be SamplingParams or None")
         params.check_token_ids(self.vocab_size)
-        return params
+        return params, None
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """A stop string that spells a special token never shows up in text that skips those: stop by its id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm.core.errors import DuplicateRequestError, InvalidParameterError
@@ -49,17 +49,21 @@ class Runtime:
         config: EngineConfig | None = None,
         *,
         observer: Observer | None = None,
+        progress: Callable[[str], None] | None = None,
         parts: EngineParts | None = None,
         **options: Any,
     ) -> None:
-        """`options` are fields of :class:`EngineConfig`, in place of `config`. `observer` sees every decision.
+        """`options` are fields of :class:`EngineConfig`, in place of `config`. `observer` sees every decision;
+        `progress` is told in one line what takes long while loading.
 
         `parts` is an engine that was assembled elsewhere (another runner, a scripted one); `config` is then its own.
         """
         if parts is None:
             if config is not None and options:
                 raise InvalidParameterError("config", sorted(options), "give a config or keywords, not both")
-            parts = build_engine(config if config is not None else EngineConfig(**options), observer=observer)
+            parts = build_engine(
+                config if config is not None else EngineConfig(**options), observer=observer, progress=progress
+            )
         self.config = parts.config
         self.model_info = parts.model_info
         self.max_model_len = parts.model_info.max_model_len

@@ -116,6 +116,11 @@ def resolve_model(spec: str | Path, progress: Progress | None = None) -> Resolve
             return ResolvedModel(path.stem, path, "gguf")
         raise ModelLoadError(f"{path}: is neither a .gguf file nor a folder with config.json and safetensors")
     if path.is_dir():
+        ggufs = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+        if len(ggufs) > 1:
+            raise ModelLoadError(f"{path}: holds {len(ggufs)} .gguf files; name one of them, such as {ggufs[0]}")
+        if ggufs:
+            return ResolvedModel(ggufs[0].stem, ggufs[0], "gguf")
         return ResolvedModel(path.resolve().name, path, "safetensors")
     if isinstance(spec, str) and re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", text) and path.suffix != ".gguf":
         return ResolvedModel(text, _from_hub(text, progress), "safetensors")

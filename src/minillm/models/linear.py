@@ -1,8 +1,9 @@
 """Linear layers behind one call: plain, and packed for the CPU.
 
-On a CPU a decode step is bound by the bytes of the weights, a prefill by multiplications. :class:`PackedLinear`
-keeps both forms of a weight: 4-bit codes for a few rows, and bfloat16 blocked for oneDNN (AMX where there is one) for
-more. docs/cpu.md has the measurements behind the choice and the command that makes them.
+On a CPU a decode step is bound by the bytes of the weights, a prefill by multiplications. So a weight may be kept in
+two forms (:class:`RowSwitchLinear`): a quantised file's own codes for a few rows, and for more of them bfloat16 blocked
+for oneDNN where the CPU multiplies bfloat16, or else plain float32. docs/cpu.md has the measurements behind the choice
+and the command that makes them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from torch import Tensor
 
 from minillm.models.gguf import half_column, nibbles
 
-# Up to this many rows the 4-bit product is quicker than the bfloat16 one. One thread, microseconds of CPU time for
-# SmolLM2-135M (4-bit / bfloat16) at 1, 4, 8, 12 and 16 rows: gate-up 576->3072 156/467, 235/445, 463/481, 633/517,
-# 826/534; down 1536->576 76/206, 112/214, 199/203, 284/220, 370/231; qkv and output cross at 8 to 10 rows too.
-# (Xeon with AMX, torch 2.13, 2026-11-29: python -m minillm.bench.cpu_products.)
+# Up to this many rows the product of codes is the quicker one. One thread, microseconds of CPU time for SmolLM2-135M:
+# - against oneDNN's bfloat16 (Xeon with AMX), 4-bit codes / bfloat16 at 1, 4, 8, 12, 16 rows: gate-up 576->3072
+#   156/467, 235/445, 463/481, 633/517, 826/534; down 1536->576 76/206, 112/214, 199/203, 284/220, 370/231; the others
+#   alike. 8-bit codes, head 576->49152, ms at 1 and 4 rows: 4.2/5.5, 7.0/5.4.
+# - against float32 (the same machine limited to AVX2) at 1, 8, 16 rows: gate-up 249/713, 806/1606, 1670/2589;
+#   8-bit codes, head, ms: 6.7/12.8, 26/36, 50/45.
+# torch 2.13, 2026-11-29: python -m minillm.bench.cpu_products.
 INT4_MAX_ROWS = 8
-# Two 4-bit products make an 8-bit one: ahead only up to here (head 576->49152, ms: 4.2/5.5 at 1 row, 7.0/5.4 at 4).
 INT8_MAX_ROWS = 2
+INT4_MAX_ROWS_BESIDE_FLOAT32 = 16
+INT8_MAX_ROWS_BESIDE_FLOAT32 = 8
 
 GROUP_SIZE = 32
 """Weights that share a scale in Q4_0, Q4_1 and Q8_0."""
@@ -61,14 +66,14 @@ class DenseLinear:
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-class QuantizedWeight:
-    """GGUF codes in torch's 4-bit CPU layout: ``w = (code - 8) * scale + zero`` per group of 32 inputs.
+class CodesLinear:
+    """A product with GGUF codes in torch's 4-bit CPU layout: ``w = (code - 8) * scale + zero`` per group of 32 inputs.
 
     That form holds Q4_0 (zero = 0) and Q4_1 (zero = min + 8 * scale) with their own codes, not quantised again. Q8_0
     is the sum of two such products: ``q + 128 = 16 * high + low``, so q * d is ``(high - 8) * 16 d`` plus
-    ``(low - 8) * d + 8 d``, done as one product over the inputs twice. Accumulation is float32, but scales and zeros
-    are rounded to bfloat16, the one dtype in which torch has a fast kernel: a weight changes about as much as by
-    being rounded to bfloat16 itself.
+    ``(low - 8) * d + 8 d``, done as one product over the inputs twice. Accumulation is float32, but inputs, scales and
+    zeros are bfloat16, the one dtype in which torch has a fast kernel: a weight changes about as much as by being
+    rounded to bfloat16 itself.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor, inputs_twice: bool = False) -> None:
@@ -80,16 +85,17 @@ class QuantizedWeight:
         self.codes = torch.cat(packed)
         self.scales_and_zeros = torch.stack((scales, zeros), -1).transpose(0, 1).to(torch.bfloat16).contiguous()
         self.inputs_twice = inputs_twice
-        self.max_rows = INT8_MAX_ROWS if inputs_twice else INT4_MAX_ROWS
+        self.out_features = codes.shape[0]
+        self.in_features = codes.shape[1] // 2 if inputs_twice else codes.shape[1]
 
-    def matmul(self, x: Tensor) -> Tensor:
-        """x bfloat16 [T, inputs] -> bfloat16 [T, N]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x bfloat16 [T, in_features] -> bfloat16 [T, out_features]."""
         if self.inputs_twice:
             x = torch.cat((x, x), -1)
         return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, GROUP_SIZE, self.scales_and_zeros)
 
     @classmethod
-    def from_blocks(cls, parts: list[tuple[str, Tensor]]) -> QuantizedWeight | None:
+    def from_blocks(cls, parts: list[tuple[str, Tensor]]) -> CodesLinear | None:
         """Stack GGUF tensors by rows: (type name, uint8 [rows, bytes per row]) each. None where they do not fit."""
         kinds = {kind for kind, _ in parts}
         if not (kinds <= {"Q4_0", "Q4_1"} or kinds == {"Q8_0"}) or sum(len(raw) for _, raw in parts) % _ROW_MULTIPLE:
@@ -116,27 +122,68 @@ def _unpack(kind: str, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cpu_packs_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX) and torch has oneDNN to do it."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX) and torch's oneDNN may use it.
 
-
-class PackedLinear:
-    """A bfloat16 linear layer on the CPU: oneDNN's blocked weight, and GGUF's own codes for a few rows.
-
-    The two forms differ by rounding, as products of different batch sizes do anyway.
+    oneDNN is asked as well: an environment can limit its instruction set (ONEDNN_MAX_CPU_ISA).
     """
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.cpu._is_avx512_bf16_supported()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
-    def __init__(self, dense: DenseLinear, quantized: QuantizedWeight | None = None) -> None:
+
+def cpu_multiplies_codes() -> bool:
+    """Whether torch has vectorised 4-bit products for this CPU."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+class OneDnnLinear:
+    """A bfloat16 linear layer whose weight is laid out for oneDNN once, not at each call."""
+
+    def __init__(self, dense: DenseLinear) -> None:
         self.in_features, self.out_features = dense.in_features, dense.out_features
         self.bias = dense.bias
-        self.quantized = quantized
-        self._max_quantized_rows = 0 if quantized is None else quantized.max_rows
         self._weight = torch.ops.mkldnn._reorder_linear_weight.default(dense.weight, _BATCH_HINT)
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x bfloat16 [T, in_features]."""
-        if self.quantized is not None and x.shape[0] <= self._max_quantized_rows:
-            out = self.quantized.matmul(x)
-            return out if self.bias is None else out.add_(self.bias)
+        """x bfloat16 [T, in_features] -> bfloat16 [T, out_features]."""
         return self._product(x, self._weight, self.bias, "none", [], "")
+
+
+class RowSwitchLinear:
+    """One weight in two forms: codes for a few rows, `many` for more, in the dtype of `many`.
+
+    The two differ by rounding, as products of different batch sizes do anyway.
+    """
+
+    def __init__(self, codes: CodesLinear, many: DenseLinear | OneDnnLinear) -> None:
+        self.in_features, self.out_features = many.in_features, many.out_features
+        self.codes = codes
+        self.many = many
+        self.bias = many.bias
+        self._float32 = isinstance(many, DenseLinear)
+        if self._float32:
+            self.max_rows = INT8_MAX_ROWS_BESIDE_FLOAT32 if codes.inputs_twice else INT4_MAX_ROWS_BESIDE_FLOAT32
+        else:
+            self.max_rows = INT8_MAX_ROWS if codes.inputs_twice else INT4_MAX_ROWS
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features], both in the dtype of `many`."""
+        if x.shape[0] > self.max_rows:
+            return self.many(x)
+        out = self.codes(x.bfloat16()).float() if self._float32 else self.codes(x)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def pack(dense: DenseLinear, stored: list[tuple[str, Tensor]]) -> Linear:
+    """The quickest form of a CPU weight.
+
+    Args:
+        dense: loaded already; float32, or bfloat16 where the CPU multiplies it.
+        stored: the GGUF tensors stacked in it, (type name, uint8 rows) each; empty to leave their codes unused.
+    """
+    many = OneDnnLinear(dense) if dense.weight.dtype == torch.bfloat16 else dense
+    codes = CodesLinear.from_blocks(stored) if stored else None
+    return many if codes is None else RowSwitchLinear(codes, many)

@@ -22,7 +22,7 @@ from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile, dequantize
-from minillm.models.linear import DenseLinear, Linear, PackedLinear, QuantizedWeight, cpu_packs_bfloat16
+from minillm.models.linear import DenseLinear, Linear, cpu_multiplies_codes, cpu_packs_bfloat16, pack
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -51,8 +51,8 @@ class LoadedModel:
     """A decoder ready to run, and what the tokenizer and the sampling defaults need.
 
     ``path`` is the model folder (``kind`` "safetensors") or the GGUF file (``kind`` "gguf"). ``dtype`` is the
-    decoder's ("float32", ...); ``packed`` says whether its products run on packed weights. ``generation_config`` is
-    the model's own (empty where it has none).
+    decoder's ("float32", ...); ``packed`` says whether products have forms of their own for this CPU.
+    ``generation_config`` is the model's own (empty where it has none).
     """
 
     name: str
@@ -108,7 +108,7 @@ def load_model(
         path=resolved.path,
         kind=resolved.kind,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        packed=isinstance(decoder.head, PackedLinear),
+        packed=not isinstance(decoder.layers[0].qkv, DenseLinear),
         generation_config=generation_config,
     )
 
@@ -121,8 +121,7 @@ def _load_folder(folder: Path, dtype: str, device: torch.device) -> tuple[Decode
     with SafetensorsFolder(folder) as source:
         decoder = Decoder(config, _resolve_dtype(dtype, config, device), device)
         fill(decoder, source, str(folder))
-    if _packs(decoder):
-        decoder.transform_linears(lambda _names, linear: PackedLinear(_dense(linear)))
+    _pack_for_cpu(decoder)
     return decoder, generation_config
 
 
@@ -131,23 +130,23 @@ def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder, d
         source = GGUFWeights(file)
         decoder = Decoder(source.config, _resolve_dtype(dtype, source.config, device), device)
         fill(decoder, source, str(path))
-        if _packs(decoder):
-            decoder.transform_linears(lambda names, linear: _packed(names, linear, source, keep_codes=dtype == "auto"))
+        _pack_for_cpu(decoder, source if dtype == "auto" else None)
     return decoder, {}
 
 
-def _packs(decoder: Decoder) -> bool:
-    return decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16 and cpu_packs_bfloat16()
+def _pack_for_cpu(decoder: Decoder, coded: GGUFWeights | None = None) -> None:
+    """Give every product its quickest form; `coded` is the file whose 4- and 8-bit codes may be used as they are."""
+    use_codes = coded is not None and cpu_multiplies_codes()
+    use_onednn = decoder.dtype == torch.bfloat16 and cpu_packs_bfloat16()
+    if decoder.device.type != "cpu" or not (use_codes or use_onednn):
+        return
 
+    def packed(names: tuple[str, ...], linear: Linear) -> Linear:
+        assert isinstance(linear, DenseLinear)
+        stored = [(coded.type_name(name), coded.raw(name)) for name in names] if coded is not None and use_codes else []
+        return pack(linear, stored)
 
-def _packed(names: tuple[str, ...], linear: Linear, source: GGUFWeights, keep_codes: bool) -> PackedLinear:
-    parts = [(source.type_name(name), source.raw(name)) for name in names] if keep_codes else []
-    return PackedLinear(_dense(linear), QuantizedWeight.from_blocks(parts) if parts else None)
-
-
-def _dense(linear: Linear) -> DenseLinear:
-    assert isinstance(linear, DenseLinear)
-    return linear
+    decoder.transform_linears(packed)
 
 
 def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -44,7 +44,9 @@ def index_urls() -> list[str]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """`[global]` and `[download]` of pip's configuration files; later files win, as in pip."""
+    """`[global]` and `[download]` of pip's configuration files; later files win, as in pip (none if told devnull)."""
+    if os.environ.get("PIP_CONFIG_FILE") == os.devnull:
+        return {}
     config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     files = [
         Path("/etc/pip.conf"),
