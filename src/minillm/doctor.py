@@ -62,6 +62,7 @@ def run_checks() -> list[Check]:
         check_threads,
         check_memory,
         check_gpu,
+        check_kernel_cache,
         check_cache,
         check_default_model,
     ):
@@ -230,6 +231,11 @@ def _describe_gpu(torch: ModuleType, index: int) -> Check:
     free, total = torch.cuda.mem_get_info(index)
     memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
     return Check(f"cuda:{index}", "ok", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory}")
+
+
+def check_kernel_cache() -> Iterable[Check]:
+    """Compiled kernels: there are none to keep, so none to be out of date."""
+    yield Check("kernel cache", "ok", "none: the CPU path compiles nothing")
 
 
 def check_cache() -> Iterable[Check]:
