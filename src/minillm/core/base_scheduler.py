@@ -103,6 +103,8 @@ class BaseScheduler:
         self.step = 0
         self.max_model_len = config.effective_max_model_len
         self._requests: dict[str, Request] = {}
+        self._groups: dict[str, list[Request]] = {}
+        """Members of every group (n > 1) of which at least one lives, by the parent's id: a parent may end first."""
         self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
@@ -134,12 +136,11 @@ class BaseScheduler:
 
     def _check_unused_id(self, request: Request) -> None:
         """The id, and those that its children will get, must not be live; nor may an earlier group of this id be."""
-        ids = [request.request_id] + [f"{request.request_id}#{choice}" for choice in range(1, request.group_size)]
-        former = self._ended.get(request.request_id)
-        ids += former.children if former is not None else ()
-        for used in ids:
+        for used in (request.request_id, *(f"{request.request_id}#{i}" for i in range(1, request.group_size))):
             if used in self._requests:
                 raise DuplicateRequestError(used)
+        if request.request_id in self._groups:
+            raise DuplicateRequestError(request.request_id)
 
     def submit(self, request: Request, now: float) -> None:
         """Check a request and queue it. For n > 1 its children (``id#1`` ...) are made here."""
@@ -153,6 +154,7 @@ class BaseScheduler:
         request.last_position = request.prompt_len + request.max_tokens - 2
         if request.pending_fork:
             request.children = [request.fork(choice) for choice in range(1, request.group_size)]
+            self._groups[request.request_id] = [request, *request.children]
         for member in (request, *request.children):
             self._requests[member.request_id] = member
             self._stop_ids.update(member.stop_ids)
@@ -177,12 +179,9 @@ class BaseScheduler:
 
     def _group_members(self, request_id: str) -> list[Request]:
         """Live members that a cancel of this id means. A parent may have ended while its children live on."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            ids = [request_id, *(child.request_id for child in request.children)]
-        else:
-            ids = list(self._ended[request_id].children) if request_id in self._ended else []
-        return [self._requests[member] for member in ids if member in self._requests]
+        if request_id in self._groups:
+            return [member for member in self._groups[request_id] if not member.is_ended]
+        return [self._requests[request_id]] if request_id in self._requests else []
 
     def finish(self, request_id: str, output_index: int, now: float, reason: str = "stop") -> bool:
         """A stop string ended the request with output token `output_index`; later tokens are dropped.
@@ -412,6 +411,9 @@ class BaseScheduler:
         request.finish_time = now
         request.error = error
         del self._requests[request.request_id]
+        parent = request.child_of or request
+        if all(member.is_ended for member in self._groups.get(parent.request_id, ())):
+            self._groups.pop(parent.request_id, None)
         for token_id in request.stop_ids:
             self._stop_ids[token_id] -= 1
             if not self._stop_ids[token_id]:
