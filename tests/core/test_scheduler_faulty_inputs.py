@@ -1,10 +1,13 @@
 """Inputs that must neither be forgotten nor leave the scheduler in a state that it cannot go on from."""
 
+import math
+
 import pytest
 from core_driver import Driver, make_request
 
 from minillm.core import base_scheduler, invariants
-from minillm.core.errors import DuplicateRequestError
+from minillm.core.errors import DuplicateRequestError, InvalidParameterError
+from minillm.core.request import RequestState
 
 
 def group_whose_parent_ended_long_ago(monkeypatch: pytest.MonkeyPatch, **options) -> Driver:
@@ -48,3 +51,60 @@ def test_the_id_of_a_group_is_in_use_until_its_last_member_ends(monkeypatch):
     d.run()
     d.scheduler.submit(make_request("g", 3, 2), d.now)
     assert d.scheduler.get("g") is not None
+
+
+def test_a_request_that_has_ended_is_not_taken_again():
+    d = Driver()
+    request = make_request("a", 3, 2)
+    d.submit(request)
+    with pytest.raises(DuplicateRequestError):
+        d.submit(request)
+    d.scheduler.cancel("a", d.now)
+    with pytest.raises(InvalidParameterError, match="submitted before"):
+        d.submit(request)
+    d.submit(make_request("b", 3, 2))
+    d.run()
+    assert d.finished == {"a": "cancelled", "b": "length"}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_queue_policy_that_raises_leaves_nothing_behind(n):
+    d = Driver(ageing_interval=1.0)
+    with pytest.raises(OverflowError):
+        d.submit(make_request("a", 3, 2, n=n, priority=10**400))  # no float holds priority + arrival / interval
+    d.assert_idle_and_clean()
+    invariants.check(d.scheduler)
+    assert not d.scheduler.has_live_requests
+    d.submit(make_request("a", 3, 2, n=n))
+    d.run()
+    assert set(d.finished.values()) == {"length"} and len(d.finished) == n
+
+
+def test_a_deadline_without_order_is_refused_and_others_still_expire():
+    d = Driver()
+    d.submit(make_request("a", 3, 50, deadline=1.0))
+    with pytest.raises(InvalidParameterError, match="deadline=nan"):
+        d.submit(make_request("b", 3, 50, deadline=math.nan))
+    d.now = 2.0
+    d.step()
+    assert d.finished == {"a": "cancelled"}
+
+
+def test_a_scored_prompt_whose_last_chunk_lost_its_kv_is_computed_again():
+    """The swap-in fails in the very step that would have finished the scoring."""
+    d = Driver(num_blocks=6, num_swap_blocks=6, max_num_seqs=2, max_num_batched_tokens=8, preemption_mode="swap")
+    d.submit(make_request("scored", 24, 0, prompt_logprobs=0, priority=1))
+    d.step()
+    d.step()
+    d.submit(make_request("urgent", 8, 2, priority=0))
+    while "urgent" not in d.finished:
+        d.step()
+        assert "scored" not in d.finished
+    assert d.scheduler.get("scored").state is RequestState.SWAPPED
+    plan = d.schedule()
+    assert plan.swap_ins and plan.prefills[-1].end == 24
+    d.commit(failed_swaps=["scored"])
+    assert "scored" not in d.finished, "its KV was not there: nothing was scored"
+    d.run()
+    assert d.finished["scored"] == "length"
+    d.assert_idle_and_clean()
