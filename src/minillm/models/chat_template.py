@@ -81,7 +81,7 @@ def load_chat_template(value: str) -> str:
     if "{{" in value or "{%" in value:
         return value
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return Path(value).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"chat_template={value!r} is neither a readable file nor a Jinja template: {error}") from None
 
