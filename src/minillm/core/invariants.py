@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md, recounted from the requests themselves.
+"""The invariants of docs/design.md, recounted from the requests themselves.
 
 `check` looks at a scheduler from outside: it counts references from block tables, swap slots and rows from requests,
 and compares with what the managers believe. It changes nothing and costs time linear in blocks and block tables, so it
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check(scheduler: BaseScheduler) -> None:
-    """Raise :class:`InvariantViolation` that says what is wrong; numbers are those of DESIGN.md's invariants.
+    """Raise :class:`InvariantViolation` that says what is wrong; numbers are those of docs/design.md.
 
     1 every block in one place and reference counts right; 2 nothing in flight writes a shared block; 3 table lengths,
     swap slots, rows and lists agree with the requests; 4 plans in flight within their limits; 8 clean when idle.
