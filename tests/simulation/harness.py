@@ -715,8 +715,9 @@ def random_inputs(simulation: Simulation) -> None:
     rng, settings = simulation.rng, simulation.settings
     if simulation.string_stops and rng.random() < 0.7:
         tracked, output_index = simulation.string_stops.pop()
-        simulation.finish(tracked, output_index)
-        simulation.check()
+        if simulation.live.get(tracked.request_id, tracked) is tracked:  # its id may be in use again
+            simulation.finish(tracked, output_index)
+            simulation.check()
     if settings.cancel_rate and rng.random() < settings.cancel_rate:
         if simulation.live and rng.random() < 0.95:
             simulation.cancel(rng.choice(list(simulation.live)))

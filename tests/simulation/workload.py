@@ -67,10 +67,10 @@ class RequestSpec:
 def random_settings(rng: Random) -> SimSettings:
     """Settings for one seed: small pools, tight limits, every policy, faults in half of the runs.
 
-    One run in thirty has a crowd instead (up to 160 live requests), for what only happens to large heaps and batches.
+    One run in fifty has a crowd instead (up to 160 live requests), for what only happens to large heaps and batches.
     """
     settings = _small_settings(rng)
-    if rng.random() >= 1 / 30:
+    if rng.random() >= 1 / 50:
         return settings
     size = settings.config.block_size
     num_blocks = rng.randint(800, 2000) // size + 1

@@ -95,6 +95,8 @@ class BaseScheduler:
         self.counters = Counters()
         self.running: dict[Request, None] = {}
         """Ordered set of requests that own a row; a group's children own theirs from the parent's admission on."""
+        self.running_priorities: Counter[int] = Counter()
+        """How many of them have each priority."""
         self.prefilling: list[Request] = []
         """Those whose KV is not complete yet (no children: they prefill through their parent)."""
         self.decoding = DecodeSet(config.block_size)
@@ -444,6 +446,9 @@ class BaseScheduler:
         """Give up row and blocks. Rows of plans in flight that belong to the request count for nothing."""
         self._discard_rows_in_flight(request)
         del self.running[request]
+        self.running_priorities[request.priority] -= 1
+        if not self.running_priorities[request.priority]:
+            del self.running_priorities[request.priority]
         if request in self.decoding:
             self.decoding.remove(request)
         elif request in self.prefilling:

@@ -164,6 +164,8 @@ def _check_rows_and_lists(scheduler: BaseScheduler, requests: list[Request]) -> 
         _fail(3, f"rows are not each owned once or free: owned {taken}, free {scheduler._free_rows}")
     if len(scheduler.running) != len(owners) or any(request.row < 0 for request in scheduler.running):
         _fail(3, f"running is {list(scheduler.running)}, rows are owned by {owners}")
+    if scheduler.running_priorities != Counter(request.priority for request in owners):
+        _fail(3, f"priorities of running requests are counted as {dict(scheduler.running_priorities)}")
     _check_decode_columns(scheduler)
     for request in scheduler.prefilling:
         if request.state is not RequestState.PREFILLING or request.row < 0:

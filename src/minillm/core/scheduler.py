@@ -163,7 +163,7 @@ class ContinuousScheduler(BaseScheduler):
         if head is None or head.request_id in draft.preempted:
             return True
         swapped = head.state is RequestState.SWAPPED
-        outranks = any(request.priority > head.priority for request in self.running)
+        outranks = any(priority > head.priority for priority in self.running_priorities)
         if not (swapped or outranks):
             return True
         rows_short, blocks_short = self._rows_short(head), self._blocks_short(head, self._decode_demand())
@@ -309,6 +309,7 @@ class ContinuousScheduler(BaseScheduler):
         for member in request.members:
             member.row = self._free_rows.pop()
             self.running[member] = None
+            self.running_priorities[member.priority] += 1
             draft.assignments.append(
                 RowAssignment(
                     row=member.row,
