@@ -13,6 +13,8 @@ from typing import Any
 
 from minillm.core.errors import ModelLoadError, UnsupportedModelError
 
+_MAX_LAYERS = 4096
+
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 _CAUSAL_LM_CLASSES = {
@@ -157,7 +159,7 @@ class ModelConfig:
         arch = _hf_architecture(config)
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
-        num_layers = _size(config, "num_hidden_layers")
+        num_layers = _num_layers(config, "num_hidden_layers")
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UnsupportedModelError(f"{arch}: hidden_act={config['hidden_act']!r}; only silu is computed")
         head_dim = config.get("head_dim")
@@ -222,7 +224,7 @@ class ModelConfig:
                 raise UnsupportedModelError(f"{arch}: {key}={fields[key]} differs from the head size {head_dim}")
         if "token_embd.weight" not in tensor_shapes:
             raise ModelLoadError("tensor 'token_embd.weight' is missing")
-        num_layers = _size(fields, "block_count")
+        num_layers = _num_layers(fields, "block_count")
         max_position = _size(fields, "context_length")
         eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
@@ -260,6 +262,14 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     value = _required(config, key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelLoadError(f"model config: {key}={value!r} must be a positive integer")
+    return value
+
+
+def _num_layers(config: Mapping[str, Any], key: str) -> int:
+    """A size that is bounded: something is made per layer before any tensor is looked for."""
+    value = _size(config, key)
+    if value > _MAX_LAYERS:
+        raise ModelLoadError(f"model config: {key}={value} is over the limit of {_MAX_LAYERS} layers")
     return value
 
 
