@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ class SchedulerConfig:
     - ``ageing_interval``: a request gains one priority level per this many seconds of waiting; None is off.
       Bound: one of priority p is overtaken by a later one of priority q < p only if that arrived less than
       (p - q) * ageing_interval seconds after it.
-    - ``max_preemptions``: at this many a request is chosen as a victim last.
+    - ``max_preemptions``: at this many a request is chosen last where running requests need room, and no more for a
+      waiting one.
     - ``max_waiting``: bound of the waiting queue; None is unbounded.
     - ``user_weights``: share of each user under the `fair` policy; 1 where not given.
     """
@@ -62,8 +64,8 @@ class SchedulerConfig:
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r} must be one of {', '.join(PREEMPTION_MODES)}")
         for user, weight in self.user_weights.items():
-            if not weight > 0:
-                raise ConfigError(f"user_weights[{user!r}]={weight} must be more than 0")
+            if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(f"user_weights[{user!r}]={weight!r} must be a finite number > 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
