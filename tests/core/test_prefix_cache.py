@@ -154,6 +154,30 @@ def test_inner_entries_can_be_evicted_when_only_private_copies_are_in_use():
     assert blocks.num_available == 3 and cache.num_evictable == 0
 
 
+def test_inner_entries_go_least_recently_used_first_also_when_used_in_between():
+    cache, blocks = setup(num_blocks=16)
+    pairs = []
+    for i in range(4):
+        prefix = [100 * i + j for j in range(4)]
+        first, other = make_request(f"a{i}", prefix), make_request(f"b{i}", [*prefix, 1, 2, 3, 4])
+        blocks.ensure_capacity(first, 4)
+        blocks.ensure_capacity(other, 8)
+        cache.publish(first, 0, first.block_table[0])
+        cache.publish(other, 0, other.block_table[0])
+        cache.publish(other, 1, other.block_table[1])
+        pairs.append((first, first.block_table[0]))
+    blocks.allocate(len(blocks.free_blocks))
+    for i in (2, 0, 3, 1):
+        blocks.release_table(pairs[i][0])
+    assert blocks.allocate(1) == [pairs[2][1]]
+    user = make_request("user", [*range(4), 9])
+    blocks.adopt_cached(user, cache.match(user, 1))
+    assert user.block_table == [pairs[0][1]]
+    blocks.release_table(user)
+    assert [blocks.allocate(1)[0] for _ in range(3)] == [pairs[i][1] for i in (3, 1, 0)]
+    assert cache.num_evictable == 0 and len(cache) == 0
+
+
 def test_nothing_is_published_after_the_chain_broke():
     cache, blocks = setup()
     r = make_request("a", list(range(12)))

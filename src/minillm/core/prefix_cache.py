@@ -53,13 +53,28 @@ _new_key = tuple.__new__  # BlockKey's own constructor is a Python function and 
 class CachedBlock:
     """One cached full block, or the root of a salt's forest (block -1)."""
 
-    __slots__ = ("block", "dead", "key", "last_used", "num_children", "parent", "quarantined", "referenced")
+    __slots__ = (
+        "block",
+        "dead",
+        "first_child",
+        "key",
+        "last_used",
+        "next_sibling",
+        "num_children",
+        "parent",
+        "previous_sibling",
+        "quarantined",
+        "referenced",
+    )
 
     def __init__(self, key: BlockKey, parent: CachedBlock | None, block: int) -> None:
         self.key = key
         self.parent = parent
         self.block = block
         self.num_children = 0
+        self.first_child: CachedBlock | None = None
+        self.next_sibling: CachedBlock | None = None
+        self.previous_sibling: CachedBlock | None = None
         self.last_used = 0
         self.referenced = True
         self.quarantined = False
@@ -69,6 +84,27 @@ class CachedBlock:
     def evictable(self) -> bool:
         """Cached, and nobody holds the block."""
         return not (self.referenced or self.quarantined or self.dead)
+
+    def link(self) -> None:
+        """Become a child of the parent."""
+        assert self.parent is not None
+        first = self.next_sibling = self.parent.first_child
+        if first is not None:
+            first.previous_sibling = self
+        self.parent.first_child = self
+        self.parent.num_children += 1
+
+    def unlink(self) -> None:
+        """Be a child of the parent no more."""
+        assert self.parent is not None
+        if self.previous_sibling is not None:
+            self.previous_sibling.next_sibling = self.next_sibling
+        else:
+            self.parent.first_child = self.next_sibling
+        if self.next_sibling is not None:
+            self.next_sibling.previous_sibling = self.previous_sibling
+        self.next_sibling = self.previous_sibling = None
+        self.parent.num_children -= 1
 
 
 @dataclass(slots=True)
@@ -97,6 +133,8 @@ class PrefixCache:
         self._bared: CachedBlock | None = None
         """A leaf that is not in the heap: the parent of one evicted before. A chain's blocks were released together, so
         this is nearly always the next to go, and the heap is not asked."""
+        self._inner: list[tuple[int, CachedBlock]] = []
+        """Evictable entries with extensions, youngest first, as the last look through the index found them."""
         self._clock = 0
         self.num_evictable = 0
 
@@ -176,7 +214,7 @@ class PrefixCache:
                 chain.append(entry)
             return
         entry = CachedBlock(key, parent, block)
-        parent.num_children += 1
+        entry.link()
         self._index[key.digest] = entry
         self._by_block[block] = entry
         chain.append(entry)
@@ -249,8 +287,7 @@ class PrefixCache:
                 self._forget(leaf)
                 freed.append(leaf.block)
             else:
-                inner = min((e for e in self._by_block.values() if e.evictable), key=lambda e: e.last_used)
-                freed.extend(self._evict_subtree(inner))
+                freed.extend(self._evict_subtree(self._take_oldest_inner()))
         return freed
 
     def _take_oldest_leaf(self) -> CachedBlock | None:
@@ -265,6 +302,20 @@ class PrefixCache:
                 return bared
         return heapq.heappop(leaves)[2] if leaves else None
 
+    def _take_oldest_inner(self) -> CachedBlock:
+        """The least recently used evictable entry, where none is a leaf.
+
+        What becomes evictable after a look through the index is younger than all that was found: so one look serves
+        until it is used up.
+        """
+        while True:
+            if not self._inner:
+                found = [(entry.last_used, entry) for entry in self._by_block.values() if entry.evictable]
+                self._inner = sorted(found, key=lambda item: -item[0])
+            last_used, entry = self._inner.pop()
+            if entry.evictable and entry.last_used == last_used:
+                return entry
+
     def _forget(self, entry: CachedBlock) -> None:
         """Take an entry without children out of the index."""
         if not (entry.referenced or entry.quarantined):
@@ -275,7 +326,7 @@ class PrefixCache:
         del self._by_block[entry.block]
         parent = entry.parent
         assert parent is not None
-        parent.num_children -= 1
+        entry.unlink()
         if parent.num_children:
             return
         if parent.parent is None:
@@ -288,18 +339,16 @@ class PrefixCache:
                 self._push_leaf(parent)
 
     def _evict_subtree(self, top: CachedBlock) -> list[int]:
-        """Forget an inner entry and all that extends it; rare, so it looks through the whole index."""
-        doomed = {top}
-        grew = True
-        while grew:
-            below = {e for e in self._by_block.values() if e.parent in doomed and e not in doomed}
-            grew = bool(below)
-            doomed |= below
+        """Forget an inner entry and all that extends it."""
+        doomed = [top]
+        for entry in doomed:  # grows while it is read
+            child = entry.first_child
+            while child is not None:
+                doomed.append(child)
+                child = child.next_sibling
         freed = [entry.block for entry in doomed if entry.evictable]
-        while doomed:
-            for entry in [e for e in doomed if not e.num_children]:
-                self._forget(entry)
-                doomed.discard(entry)
+        for entry in reversed(doomed):
+            self._forget(entry)
         return sorted(freed)
 
     def reset(self) -> list[int]:
@@ -307,6 +356,7 @@ class PrefixCache:
         freed = [entry.block for entry in self._by_block.values() if entry.evictable]
         for entry in self._by_block.values():
             entry.dead = True
+            entry.first_child = entry.next_sibling = entry.previous_sibling = None
         for root in self._roots.values():
             root.dead = True
         self._index.clear()
@@ -314,5 +364,6 @@ class PrefixCache:
         self._roots.clear()
         self._leaves.clear()
         self._bared = None
+        self._inner.clear()
         self.num_evictable = 0
         return freed
