@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -55,13 +56,13 @@ class SchedulerConfig:
         for name in ("max_prefill_tokens_per_step", "max_swapped_requests", "max_waiting", "ageing_interval"):
             value = getattr(self, name)
             least = 0 if name == "max_swapped_requests" else 1
-            if value is not None and (value <= 0 if name == "ageing_interval" else value < least):
+            if value is not None and not (value > 0 if name == "ageing_interval" else value >= least):
                 raise ConfigError(f"{name}={value} must be at least {least}, or None")
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r} must be one of {', '.join(PREEMPTION_MODES)}")
         for user, weight in self.user_weights.items():
-            if not weight > 0:
-                raise ConfigError(f"user_weights[{user!r}]={weight} must be more than 0")
+            if not isinstance(user, str) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(f"user_weights[{user!r}]={weight!r} must be a user's name and a finite number over 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "

@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.core.errors import ChatTemplateError, ConfigError, InvalidParameterError
+from minillm.core.errors import ChatTemplateError, ConfigError, InvalidParameterError, shorten
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -78,12 +78,13 @@ def load_chat_template(value: str) -> str:
 
     Raises :class:`ConfigError` if it is neither.
     """
-    if "{{" in value or "{%" in value:
+    if "{" in value or "\n" in value:
         return value
     try:
-        return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"chat_template={value!r} is neither a readable file nor a Jinja template: {error}") from None
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"chat_template={shorten(value)} is neither a template nor a readable file: {why}") from None
 
 
 def select_template(templates: Mapping[str, str], has_tools: bool, source: str) -> str:

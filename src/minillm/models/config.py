@@ -13,6 +13,9 @@ from typing import Any
 
 from minillm.core.errors import ModelLoadError, UnsupportedModelError
 
+MAX_LAYERS = 10_000
+"""More is a corrupt number: it is refused before anything is made per layer."""
+
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 _CAUSAL_LM_CLASSES = {
@@ -59,6 +62,9 @@ _REFUSED_NAMES = {
 }
 
 
+_LLAMA3_NAMES = ("low_freq_factor", "high_freq_factor")
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: base ``theta`` and one scaling ``kind``; fields a kind does not name are ignored.
@@ -81,6 +87,14 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ModelLoadError(f"model config: rope low_freq_factor=high_freq_factor={self.low_freq_factor}")
+        for name in ("theta", "factor", "beta_fast", "beta_slow", "attention_factor", *_LLAMA3_NAMES):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ModelLoadError(f"model config: rope {name}={value} must be a finite number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +152,14 @@ class ModelConfig:
                 f"model config: {len(self.sliding_windows)} layer types are given for num_layers={self.num_layers}"
             )
         for window in self.sliding_windows:
-            if window is not None and window < 1:
-                raise ModelLoadError(f"model config: sliding_window={window} must be at least 1")
+            if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+                raise ModelLoadError(f"model config: sliding_window={window!r} must be a positive integer")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ModelLoadError(f"model config: rms_norm_eps={self.rms_norm_eps} must be in [0, 1)")
+        for token_id in (self.bos_token_id, self.pad_token_id, *self.eos_token_ids):
+            # Negative ones are an old way to say that there is none; nothing is ever masked or stopped by them.
+            if token_id is not None and (not isinstance(token_id, int) or isinstance(token_id, bool)):
+                raise ModelLoadError(f"model config: token id {_brief(token_id)} must be an integer")
 
     @property
     def attention_scale(self) -> float:
@@ -157,7 +177,7 @@ class ModelConfig:
         arch = _hf_architecture(config)
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
-        num_layers = _size(config, "num_hidden_layers")
+        num_layers = _num_layers(config, "num_hidden_layers")
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UnsupportedModelError(f"{arch}: hidden_act={config['hidden_act']!r}; only silu is computed")
         head_dim = config.get("head_dim")
@@ -222,7 +242,7 @@ class ModelConfig:
                 raise UnsupportedModelError(f"{arch}: {key}={fields[key]} differs from the head size {head_dim}")
         if "token_embd.weight" not in tensor_shapes:
             raise ModelLoadError("tensor 'token_embd.weight' is missing")
-        num_layers = _size(fields, "block_count")
+        num_layers = _num_layers(fields, "block_count")
         max_position = _size(fields, "context_length")
         eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
@@ -260,6 +280,13 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     value = _required(config, key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelLoadError(f"model config: {key}={value!r} must be a positive integer")
+    return value
+
+
+def _num_layers(config: Mapping[str, Any], key: str) -> int:
+    value = _size(config, key)
+    if value > MAX_LAYERS:
+        raise ModelLoadError(f"model config: {key}={value} is over the limit of {MAX_LAYERS}")
     return value
 
 
