@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 Status = Literal["ok", "note", "broken"]
@@ -39,8 +40,6 @@ CPU_FEATURES = (
 )
 """Instruction sets that decide which matrix products are fast."""
 
-MIN_COMPUTE_CAPABILITY = (8, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -63,6 +62,7 @@ def run_checks() -> list[Check]:
         check_threads,
         check_memory,
         check_gpu,
+        check_kernel_cache,
         check_cache,
         check_default_model,
     ):
@@ -153,15 +153,12 @@ def check_cpu() -> Iterable[Check]:
     flags = cpu_flags()
     features = [name for name in CPU_FEATURES if name in flags]
     yield Check("cpu", "ok", f"{cpu_name()}, {os.cpu_count()} logical cores")
-    detail = f"{', '.join(features) or 'none of ' + ', '.join(CPU_FEATURES)}; torch uses {_torch_capability(torch)}"
+    known = ", ".join(features) or f"none of {', '.join(CPU_FEATURES)}"
+    detail = f"{known}; torch uses {torch.backends.cpu.get_cpu_capability()}"
     if "avx2" in flags or not flags:
         yield Check("cpu features", "ok", detail)
     else:
         yield Check("cpu features", "note", detail, "without AVX2 matrix products are several times slower")
-
-
-def _torch_capability(torch: object) -> str:
-    return str(torch.backends.cpu.get_cpu_capability())  # type: ignore[attr-defined]
 
 
 def usable_cores() -> int:
@@ -213,7 +210,7 @@ def nvidia_driver() -> tuple[str, str] | None:
 
 
 def check_gpu() -> Iterable[Check]:
-    """CUDA devices, their driver, and whether torch's build can use them."""
+    """The device that is used, and the GPUs and the driver that are there."""
     import torch
 
     driver = nvidia_driver()
@@ -223,27 +220,22 @@ def check_gpu() -> Iterable[Check]:
         return
     names, driver_version = driver
     yield Check("driver", "ok", f"{driver_version} ({names})")
-    if not torch.version.cuda:
-        yield Check("device", "note", build, "a GPU is there: install a CUDA build of torch to use it")
-    elif not torch.cuda.is_available():
-        advice = f"the driver must support CUDA {torch.version.cuda}: update it, or install a torch for an older CUDA"
-        yield Check("device", "note", f"{build}, but CUDA is not available", advice)
-    else:
+    if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            yield _check_cuda_device(torch, index)
+            yield _describe_gpu(torch, index)
+    yield Check("device", "ok", f"cpu ({build}; this version does not use the GPU)")
 
 
-def _check_cuda_device(torch: object, index: int) -> Check:
-    cuda = torch.cuda  # type: ignore[attr-defined]
-    capability = cuda.get_device_capability(index)
-    free, total = cuda.mem_get_info(index)
-    detail = (
-        f"cuda:{index} {cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}, "
-        f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
-    )
-    if capability < MIN_COMPUTE_CAPABILITY:
-        return Check("device", "note", detail, "sm_80 or newer is needed; the CPU is used")
-    return Check("device", "ok", detail)
+def _describe_gpu(torch: ModuleType, index: int) -> Check:
+    major, minor = torch.cuda.get_device_capability(index)
+    free, total = torch.cuda.mem_get_info(index)
+    memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    return Check(f"cuda:{index}", "ok", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory}")
+
+
+def check_kernel_cache() -> Iterable[Check]:
+    """Compiled kernels: there are none to keep, so none to be out of date."""
+    yield Check("kernel cache", "ok", "none: the CPU path compiles nothing")
 
 
 def check_cache() -> Iterable[Check]:

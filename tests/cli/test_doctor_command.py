@@ -70,14 +70,32 @@ def test_more_threads_than_cores_gets_advice(monkeypatch) -> None:
     assert check.status == "note" and "OMP_NUM_THREADS=2" in check.advice
 
 
-def test_a_gpu_without_a_cuda_build_gets_advice(monkeypatch) -> None:
+def test_a_gpu_is_shown_with_its_driver_and_that_it_is_not_used(monkeypatch) -> None:
     import torch
 
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: ("NVIDIA H100", "580.1"))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    checks = list(doctor.check_gpu())
-    assert status_of(checks, "driver") == "ok" and status_of(checks, "device") == "note"
-    assert "CUDA build" in checks[-1].advice
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("get_device_capability", (9, 0)),
+        ("get_device_name", "NVIDIA H100"),
+        ("mem_get_info", (60 << 30, 80 << 30)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    driver, gpu, device = doctor.check_gpu()
+    assert driver.detail == "580.1 (NVIDIA H100)"
+    assert gpu == Check("cuda:0", "ok", "NVIDIA H100, sm_90, 60.0 GiB free of 80.0 GiB")
+    assert device.detail.startswith("cpu") and "does not use the GPU" in device.detail
+
+
+def test_driver_is_read_from_nvidia_smi(monkeypatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 80GB, 580.1'\necho 'NVIDIA L4, 580.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor.nvidia_driver() == ("NVIDIA H100, 80GB, NVIDIA L4", "580.1")
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert doctor.nvidia_driver() is None
 
 
 def test_a_check_that_raises_is_a_finding(monkeypatch) -> None:

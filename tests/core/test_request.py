@@ -62,6 +62,7 @@ def test_fork_copies_identity_and_limits_not_progress():
         ("max_swapped_requests", -1),
         ("max_waiting", 0),
         ("ageing_interval", 0.0),
+        ("ageing_interval", float("nan")),
         ("preemption_mode", "hope"),
         ("user_weights", {"u": 0.0}),
     ],

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_fakes import CHAT_TEMPLATE, make_parts
+from engine_fakes import make_parts
 
 import minillm
 from minillm.core.errors import ConfigError, ModelLoadError, UnknownPolicyError
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
-from minillm.engine.factory import build_engine, default_sampling_params, read_chat_template, resolve_device
+from minillm.engine.factory import build_engine, default_sampling_params, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -171,17 +171,13 @@ class TestSamplingDefaults:
             default_sampling_params("auto", {"top_p": 1.5})
 
 
-def test_chat_template_as_text_or_file(tmp_path: Path) -> None:
-    path = tmp_path / "template.jinja"
-    path.write_text(CHAT_TEMPLATE)
-    assert read_chat_template(str(path)) == read_chat_template(CHAT_TEMPLATE) == CHAT_TEMPLATE
-    assert read_chat_template(None) is None
-    with pytest.raises(ConfigError, match="chat_template"):
-        read_chat_template(str(tmp_path / "nowhere"))
-
-
-def test_configured_chat_template_is_used() -> None:
-    parts = make_parts(chat_template="{% for m in messages %}[{{ m.content }}]{% endfor %}")
+@pytest.mark.parametrize("as_file", [False, True])
+def test_configured_chat_template_is_used(as_file: bool, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    if as_file:
+        (tmp_path / "template.jinja").write_text(template)
+        template = str(tmp_path / "template.jinja")
+    parts = make_parts(chat_template=template)
     ids = parts.inputs.encode_chat([{"role": "user", "content": "hi"}])
     assert parts.inputs.tokenizer.decode(ids) == "[hi]"
 

@@ -542,6 +542,7 @@ class TestRefusals:
             ("priority", "x"),
             ("priority", 1.5),
             ("priority", True),
+            ("priority", 1 << 63),
             ("user", None),
             ("cache_salt", 3),
             ("timeout", 0),

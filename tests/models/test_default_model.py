@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import multiprocessing
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -155,6 +160,58 @@ class TestFetching:
         assert [entry.name for entry in paths[0].parent.iterdir()] == ["tiny.gguf"]
 
 
+class _PrivateIndex(BaseHTTPRequestHandler):
+    """`/simple/` and `/files/` for those who give the password; `/moved/` sends them on to `elsewhere`."""
+
+    elsewhere = ""
+    seen: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization")
+        self.seen.append((self.path, given))
+        if self.path.startswith("/moved/"):
+            self.send_response(302)
+            self.send_header("Location", self.elsewhere)
+            self.end_headers()
+            return
+        allowed = given == "Basic " + base64.b64encode(b"user:p@ss").decode() or self.path.startswith("/public/")
+        folder = "moved" if self.elsewhere else "files"
+        page = f'<a href="../../{folder}/tiny_model-1.2-py3-none-any.whl">wheel</a>'
+        body = page.encode() if self.path.startswith("/simple/") else b"a wheel"
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class TestPrivateIndex:
+    @pytest.fixture
+    def address(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(_PrivateIndex, "seen", [])
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _PrivateIndex)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://user:p%40ss@127.0.0.1:{server.server_port}/simple")
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        server.server_close()
+
+    def test_the_files_of_an_index_with_a_password_need_it_too(self, address: str, tmp_path: Path) -> None:
+        assert simple_index.download_wheel("tiny-model", "1.2", tmp_path).read_bytes() == b"a wheel"
+
+    def test_a_redirect_to_another_host_does_not_get_the_password(
+        self, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = address.replace("127.0.0.1", "localhost")
+        monkeypatch.setattr(_PrivateIndex, "elsewhere", f"http://{other}/public/wheel")
+        assert simple_index.download_wheel("tiny-model", "1.2", tmp_path).read_bytes() == b"a wheel"
+        assert [given is not None for _, given in _PrivateIndex.seen] == [True, True, False]
+
+
 class TestIndexUrls:
     @pytest.fixture(autouse=True)
     def clean(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -238,7 +295,9 @@ class TestResolving:
         path = tmp_path / "x.gguf"
         path.write_bytes(b"")
         assert (resolve_model(path).path, resolve_model(path).kind) == (path, "gguf")
-        assert (resolve_model(str(tmp_path)).path, resolve_model(tmp_path).kind) == (tmp_path, "safetensors")
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        assert (resolve_model(str(folder)).path, resolve_model(folder).kind) == (folder, "safetensors")
 
     def test_a_folder_with_nothing_but_gguf_files(self, tmp_path: Path) -> None:
         only = tmp_path / "a.gguf"

@@ -27,7 +27,8 @@ from minillm.core.static_scheduler import StaticScheduler
 from simulation.shadow_runner import Faults, Sequence, ShadowRunner, SimulationFailure, root_kv
 from simulation.workload import RequestSpec, SimSettings, Workload, random_settings
 
-ORDERED_POLICIES = ("priority", "fcfs")
+ORDERED_POLICIES = ("priority", "fcfs", "shortest_prompt")
+"""Policies whose order does not depend on what was served so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +57,17 @@ class Tracked:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def order_key(self, settings: SimSettings) -> tuple[float, bool, int]:
-        """Place in the total order, worked out without the queue (policies `priority` and `fcfs` only)."""
+    def order_key(self, settings: SimSettings) -> tuple[float, bool, int, int]:
+        """Place in the total order, worked out without the queue (for `ORDERED_POLICIES`)."""
         config, request = settings.config, self.request
         level = 0.0
         if config.queue_policy == "priority":
             level = float(request.priority)
             if config.ageing_interval is not None:
                 level += request.arrival_time / config.ageing_interval
-        return (level, not self.ran, self.number)
+        if config.queue_policy == "shortest_prompt":
+            return (float(request.priority), not self.ran, request.prompt_len, self.number)
+        return (level, not self.ran, 0, self.number)
 
 
 @dataclass(slots=True)
@@ -96,6 +99,8 @@ class _Preemptions(Observer):
         if request.num_preemptions <= self.bound or "needs a block" not in reason:
             return
         assert self.scheduler is not None
+        if self.scheduler.config.queue_policy not in ORDERED_POLICIES:
+            return  # queueing the victim has changed the order already
         rest = sorted(self.scheduler.running, key=self.scheduler.waiting.key)
         spared = [other for other in rest[1:] if other.num_preemptions < self.bound and other.block_table]
         if spared:
@@ -285,6 +290,7 @@ class Simulation:
             for member in self._unforked_group(request_id):
                 self.live[member].ran = True
         self.coverage["steps"] += 1
+        self.coverage["steps with a crowd"] += len(self.live) > 64
         self.coverage["steps overlapped"] += len(self.flights) > 1
         self.coverage["static steps"] += self.settings.static
         self.coverage["constant-hash steps"] += self.settings.constant_hash
@@ -687,7 +693,7 @@ def random_step(simulation: Simulation, workload: Workload) -> None:
     draw = rng.random
     simulation.now += draw() * 0.02
     if draw() < settings.arrival_rate or not simulation.live:
-        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        for _ in range(rng.choice((1, 1, 1, 2, 4)) * settings.burst):
             if len(simulation.live) < settings.max_live:
                 simulation.submit(workload.request())
         if draw() < settings.bad_request_rate and simulation.submit(workload.bad_request()) is not None:
@@ -709,8 +715,9 @@ def random_inputs(simulation: Simulation) -> None:
     rng, settings = simulation.rng, simulation.settings
     if simulation.string_stops and rng.random() < 0.7:
         tracked, output_index = simulation.string_stops.pop()
-        simulation.finish(tracked, output_index)
-        simulation.check()
+        if simulation.live.get(tracked.request_id, tracked) is tracked:  # its id may be in use again
+            simulation.finish(tracked, output_index)
+            simulation.check()
     if settings.cancel_rate and rng.random() < settings.cancel_rate:
         if simulation.live and rng.random() < 0.95:
             simulation.cancel(rng.choice(list(simulation.live)))

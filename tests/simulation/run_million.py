@@ -54,6 +54,7 @@ REQUIRED = (
     "refused: InvalidParameterError",
     "prompts scored",
     "ids used again",
+    "steps with a crowd",
     "steps overlapped",
     "static steps",
     "constant-hash steps",

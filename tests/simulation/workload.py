@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from minillm.core.config import SchedulerConfig
@@ -25,6 +25,8 @@ class SimSettings:
     """Every prefix hash is the same: only the token comparison keeps prefixes apart."""
     vocab_size: int = 8
     arrival_rate: float = 0.3
+    burst: int = 1
+    """Usual number of requests that arrive together."""
     max_live: int = 10
     max_new_tokens: int = 20
     prompt_share: float = 0.67
@@ -63,7 +65,32 @@ class RequestSpec:
 
 
 def random_settings(rng: Random) -> SimSettings:
-    """Settings for one seed: small pools, tight limits, every policy, faults in half of the runs."""
+    """Settings for one seed: small pools, tight limits, every policy, faults in half of the runs.
+
+    One run in fifty has a crowd instead (up to 160 live requests), for what only happens to large heaps and batches.
+    """
+    settings = _small_settings(rng)
+    if rng.random() >= 1 / 50:
+        return settings
+    size = settings.config.block_size
+    num_blocks = rng.randint(800, 2000) // size + 1
+    max_num_seqs = rng.choice((16, 48))
+    config = replace(
+        settings.config,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice((1, 64, 256)),
+        max_prefill_tokens_per_step=None,
+        max_model_len=rng.choice((60, 200)),
+        num_swap_blocks=rng.choice((0, num_blocks // 8, num_blocks)),
+        max_waiting=None,
+    )
+    return replace(
+        settings, config=config, max_live=160, arrival_rate=0.9, burst=8, max_new_tokens=60, deadline_rate=0.3
+    )
+
+
+def _small_settings(rng: Random) -> SimSettings:
     block_size = rng.choice((1, 2, 3, 4, 4, 5, 8, 8, 16, 32))
     capacity = rng.randint(8, rng.choice((24, 60, 160)))
     num_blocks = min(44, max(1, capacity // block_size) + rng.randint(0, 3))

@@ -48,7 +48,9 @@ class OptionGroup:
         option = typer.Option(
             flag,
             *([self.short[name]] if name in self.short else []),
-            help=f"{self.help[name]} [{default}]" if self.show_defaults and default is not None else self.help[name],
+            help=f"{self.help[name]} [{default}]"
+            if self.show_defaults and default not in (None, False)
+            else self.help[name],
             show_default=False,
         )
         return inspect.Parameter(
@@ -64,17 +66,17 @@ ENGINE = OptionGroup(
         "tokenizer": "Folder or id of a tokenizer to use instead of the model's own.",
         "dtype": "float32, bfloat16, float16, or auto: what is fastest on this device.",
         "kv_cache_dtype": "Type of the KV cache: auto is the model's.",
-        "device": "auto, cpu, cuda or cuda:N.",
+        "device": "auto or cpu (this version runs on the CPU).",
         "chat_template": "File with a Jinja chat template to use instead of the model's own.",
         "generation_config": "Where sampling defaults come from: auto (the model), vllm (neutral), or a folder.",
         "max_model_len": "Longest prompt + output in tokens; the model's own if not given.",
         "block_size": "Tokens of a KV block.",
         "num_gpu_blocks_override": "KV blocks of the pool (on a CPU too) instead of sizing it from free memory.",
-        "gpu_memory_utilization": "Share of a GPU's memory to use.",
+        "gpu_memory_utilization": "Share of a GPU's memory to use (no effect on a CPU).",
         "enable_prefix_caching": "Share the KV blocks of equal prefixes.",
         "swap_space": "Host memory for preempted requests, GiB; 0: none; not given: up to 4.",
         "max_swapped_requests": "Most requests that are swapped out at once.",
-        "pin_memory": "Pin the swap pool's memory.",
+        "pin_memory": "Pin the swap pool's memory (no effect on a CPU).",
         "max_num_seqs": "Most sequences that run at once.",
         "max_num_batched_tokens": "Token budget of a step, prefill and decode together.",
         "max_prefill_tokens_per_step": "Most prefill tokens of a step.",
@@ -83,7 +85,7 @@ ENGINE = OptionGroup(
         "victim_policy": "Whom memory pressure preempts: lifo, fifo, largest, cost_based.",
         "preemption_mode": "auto, swap or recompute.",
         "check_invariants": "Check the core after every step (slow).",
-        "enforce_eager": "No captured CUDA graphs.",
+        "enforce_eager": "No captured graphs (no effect on a CPU).",
     },
 )
 

@@ -7,6 +7,7 @@ device: `now` (seconds, monotonic) and outcomes are passed in, so the same input
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class BaseScheduler:
         self.counters = Counters()
         self.running: dict[Request, None] = {}
         """Ordered set of requests that own a row; a group's children own theirs from the parent's admission on."""
+        self.running_priorities: Counter[int] = Counter()
+        """How many of them have each priority."""
         self.prefilling: list[Request] = []
         """Those whose KV is not complete yet (no children: they prefill through their parent)."""
         self.decoding = DecodeSet(config.block_size)
@@ -103,6 +106,8 @@ class BaseScheduler:
         self.step = 0
         self.max_model_len = config.effective_max_model_len
         self._requests: dict[str, Request] = {}
+        self._groups: dict[str, list[Request]] = {}
+        """Members of every group (n > 1) of which at least one lives, by the parent's id: a parent may end first."""
         self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
@@ -128,18 +133,21 @@ class BaseScheduler:
         if request.group_size > self.config.max_num_seqs:
             rule = f"a group needs all its slots at once and max_num_seqs={self.config.max_num_seqs}"
             raise InvalidParameterError("n", request.group_size, rule)
+        if request.deadline is not None and math.isnan(request.deadline):
+            raise InvalidParameterError("deadline", request.deadline, "it must be a time in seconds, or None")
         self._check_unused_id(request)
+        if request.state is not RequestState.WAITING or request.arrival_seq >= 0:
+            raise InvalidParameterError("request", request.request_id, "this Request was submitted before")
         if self.config.max_waiting is not None and len(self.waiting) >= self.config.max_waiting:
             raise QueueFullError(len(self.waiting), self.config.max_waiting)
 
     def _check_unused_id(self, request: Request) -> None:
         """The id, and those that its children will get, must not be live; nor may an earlier group of this id be."""
-        ids = [request.request_id] + [f"{request.request_id}#{choice}" for choice in range(1, request.group_size)]
-        former = self._ended.get(request.request_id)
-        ids += former.children if former is not None else ()
-        for used in ids:
+        for used in (request.request_id, *(f"{request.request_id}#{i}" for i in range(1, request.group_size))):
             if used in self._requests:
                 raise DuplicateRequestError(used)
+        if request.request_id in self._groups:
+            raise DuplicateRequestError(request.request_id)
 
     def submit(self, request: Request, now: float) -> None:
         """Check a request and queue it. For n > 1 its children (``id#1`` ...) are made here."""
@@ -151,12 +159,13 @@ class BaseScheduler:
             request.max_tokens = left if request.max_tokens is None else min(request.max_tokens, left)
         assert request.max_tokens is not None
         request.last_position = request.prompt_len + request.max_tokens - 2
+        self.waiting.push(request)  # first: a queue policy is the user's, and may raise
         if request.pending_fork:
             request.children = [request.fork(choice) for choice in range(1, request.group_size)]
+            self._groups[request.request_id] = [request, *request.children]
         for member in (request, *request.children):
             self._requests[member.request_id] = member
             self._stop_ids.update(member.stop_ids)
-        self.waiting.push(request)
         self.counters.submitted += 1
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_seq, request.request_id))
@@ -177,12 +186,9 @@ class BaseScheduler:
 
     def _group_members(self, request_id: str) -> list[Request]:
         """Live members that a cancel of this id means. A parent may have ended while its children live on."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            ids = [request_id, *(child.request_id for child in request.children)]
-        else:
-            ids = list(self._ended[request_id].children) if request_id in self._ended else []
-        return [self._requests[member] for member in ids if member in self._requests]
+        if request_id in self._groups:
+            return [member for member in self._groups[request_id] if not member.is_ended]
+        return [self._requests[request_id]] if request_id in self._requests else []
 
     def finish(self, request_id: str, output_index: int, now: float, reason: str = "stop") -> bool:
         """A stop string ended the request with output token `output_index`; later tokens are dropped.
@@ -242,7 +248,7 @@ class BaseScheduler:
                     self._fork(request, now)
                 self._commit_rows(record, members, outcome, row, now)
                 row += len(members)
-            elif request.max_tokens == 0 and chunk.end == request.prompt_len and not request.is_ended:
+            elif request.max_tokens == 0 and chunk.end == request.prompt_len and not self._is_void(request, record):
                 self._end(request, RequestState.FINISHED, "length", now, "max_tokens=0: scored only")
         self.costs.observe(plan, outcome)
         self.blocks.lift_quarantine(plan.step)
@@ -275,7 +281,7 @@ class BaseScheduler:
                 if tokens[row] in requests[row].stop_ids:
                     self._end_by_token(requests[row], now)
         for request in record.last_rows:
-            if request.request_id not in record.discarded and not request.is_ended:
+            if not self._is_void(request, record):
                 self._end_by_token(request, now)
 
     def _count_discarded(self, rows: int) -> None:
@@ -287,7 +293,7 @@ class BaseScheduler:
     ) -> None:
         """Take over sampling rows `first_row`, `first_row + 1`, ... which belong to `requests`."""
         for row, request in enumerate(requests, first_row):
-            if request.request_id in record.discarded or request.is_ended:
+            if self._is_void(request, record):
                 self._count_discarded(1)
                 continue
             if row in outcome.failures:
@@ -323,6 +329,11 @@ class BaseScheduler:
         for request, index in record.fills:
             if request.request_id not in bad and not request.is_ended:
                 self.prefix_cache.publish(request, index, request.block_table[index])
+
+    @staticmethod
+    def _is_void(request: Request, record: InFlight) -> bool:
+        """Whether the request's rows in this plan count for nothing."""
+        return request.is_ended or request.request_id in record.discarded
 
     def _commit_prompt_scores(self, request: Request, record: InFlight, outcome: StepOutcome) -> None:
         """Deliver the scores of prompt positions that were not delivered before (a rebuild scores nothing twice)."""
@@ -412,6 +423,9 @@ class BaseScheduler:
         request.finish_time = now
         request.error = error
         del self._requests[request.request_id]
+        parent = request.child_of or request
+        if all(member.is_ended for member in self._groups.get(parent.request_id, ())):
+            self._groups.pop(parent.request_id, None)
         for token_id in request.stop_ids:
             self._stop_ids[token_id] -= 1
             if not self._stop_ids[token_id]:
@@ -432,6 +446,9 @@ class BaseScheduler:
         """Give up row and blocks. Rows of plans in flight that belong to the request count for nothing."""
         self._discard_rows_in_flight(request)
         del self.running[request]
+        self.running_priorities[request.priority] -= 1
+        if not self.running_priorities[request.priority]:
+            del self.running_priorities[request.priority]
         if request in self.decoding:
             self.decoding.remove(request)
         elif request in self.prefilling:

@@ -10,7 +10,7 @@ Who holds a block (see docs/architecture.md for the ownership map). Every block 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from minillm.core.errors import BlockAllocationError
 from minillm.core.plan import BlockCopy
@@ -171,10 +171,10 @@ class KVBlockManager:
         request.block_table = []
         self._release_all(reversed(table))
 
-    def exclusive_blocks(self, request: Request) -> int:
-        """Blocks that releasing the request would give back: those that nobody else holds."""
+    def exclusive_blocks(self, request: Request, but_for: Collection[int] = ()) -> int:
+        """How many blocks releasing the request would give back: those that nobody else holds and not in `but_for`."""
         counts = self.ref_counts
-        return sum(1 for block in request.block_table if counts[block] == 1)
+        return sum(1 for block in request.block_table if counts[block] == 1 and block not in but_for)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; evictable blocks become free."""

@@ -53,11 +53,13 @@ class SchedulerConfig:
         for name in ("num_swap_blocks", "watermark_blocks", "max_preemptions"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("max_prefill_tokens_per_step", "max_swapped_requests", "max_waiting", "ageing_interval"):
+        for name in ("max_prefill_tokens_per_step", "max_swapped_requests", "max_waiting"):
             value = getattr(self, name)
             least = 0 if name == "max_swapped_requests" else 1
-            if value is not None and not (value > 0 if name == "ageing_interval" else value >= least):
+            if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}, or None")
+        if self.ageing_interval is not None and not self.ageing_interval > 0:  # NaN too: it has no order
+            raise ConfigError(f"ageing_interval={self.ageing_interval} must be a number of seconds > 0, or None")
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r} must be one of {', '.join(PREEMPTION_MODES)}")
         for user, weight in self.user_weights.items():

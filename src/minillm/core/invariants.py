@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md, recounted from the requests themselves.
+"""The invariants of docs/design.md, recounted from the requests themselves.
 
 `check` looks at a scheduler from outside: it counts references from block tables, swap slots and rows from requests,
 and compares with what the managers believe. It changes nothing and costs time linear in blocks and block tables, so it
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check(scheduler: BaseScheduler) -> None:
-    """Raise :class:`InvariantViolation` that says what is wrong; numbers are those of DESIGN.md's invariants.
+    """Raise :class:`InvariantViolation` that says what is wrong; numbers are those of docs/design.md.
 
     1 every block in one place and reference counts right; 2 nothing in flight writes a shared block; 3 table lengths,
     swap slots, rows and lists agree with the requests; 4 plans in flight within their limits; 8 clean when idle.
@@ -164,6 +164,8 @@ def _check_rows_and_lists(scheduler: BaseScheduler, requests: list[Request]) -> 
         _fail(3, f"rows are not each owned once or free: owned {taken}, free {scheduler._free_rows}")
     if len(scheduler.running) != len(owners) or any(request.row < 0 for request in scheduler.running):
         _fail(3, f"running is {list(scheduler.running)}, rows are owned by {owners}")
+    if scheduler.running_priorities != Counter(request.priority for request in owners):
+        _fail(3, f"priorities of running requests are counted as {dict(scheduler.running_priorities)}")
     _check_decode_columns(scheduler)
     for request in scheduler.prefilling:
         if request.state is not RequestState.PREFILLING or request.row < 0:

@@ -47,6 +47,9 @@ class BlockKey(NamedTuple):
     token_bytes: bytes
 
 
+_new_key = tuple.__new__  # BlockKey's own constructor is a Python function and costs four times as much
+
+
 class CachedBlock:
     """One cached full block, or the root of a salt's forest (block -1)."""
 
@@ -125,7 +128,7 @@ class PrefixCache:
         for start in range(0, len(known), width):
             token_bytes = known[start : start + width]
             digest = hash_fn(digest, token_bytes)
-            keys.append(BlockKey(digest, token_bytes))
+            keys.append(_new_key(BlockKey, (digest, token_bytes)))
         return keys
 
     @staticmethod
@@ -160,7 +163,10 @@ class PrefixCache:
         chain = request.published
         if not self.enabled or len(chain) != block_index:
             return
-        key = self.extend_keys(request, block_index + 1)[block_index]
+        keys = request.block_keys
+        if len(keys) <= block_index:
+            self.extend_keys(request, block_index + 1)
+        key = keys[block_index]
         parent = chain[-1] if chain else self._root(extra_keys(request))
         if parent.dead:
             return

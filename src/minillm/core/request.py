@@ -67,7 +67,6 @@ class EndedRequest(NamedTuple):
     num_generated: int
     num_preemptions: int
     history: list[Transition]
-    children: tuple[str, ...]
 
 
 class Request:
@@ -283,7 +282,6 @@ class Request:
             num_generated=len(self.generated_ids),
             num_preemptions=self.num_preemptions,
             history=self.history,
-            children=tuple(child.request_id for child in self.children),
         )
 
     def __repr__(self) -> str:

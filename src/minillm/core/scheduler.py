@@ -15,7 +15,6 @@ copies-on-write go into the next plan, in front of the writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.core.base_scheduler import BaseScheduler, InFlight
@@ -163,12 +162,14 @@ class ContinuousScheduler(BaseScheduler):
         head = self.waiting.head()
         if head is None or head.request_id in draft.preempted:
             return True
-        rows_short, blocks_short = self._shortage(head, self._decode_demand())
-        if rows_short <= 0 and blocks_short <= 0:
-            return not (self._in_flight and head.state is RequestState.SWAPPED)
-        if not any(request.priority > head.priority for request in self.running):
+        swapped = head.state is RequestState.SWAPPED
+        outranks = any(priority > head.priority for priority in self.running_priorities)
+        if not (swapped or outranks):
             return True
-        victims = self._victims_for(head, rows_short, blocks_short)
+        rows_short, blocks_short = self._rows_short(head), self._blocks_short(head, self._decode_demand())
+        if rows_short <= 0 and blocks_short <= 0:
+            return not (self._in_flight and swapped)
+        victims = self._victims_for(head, rows_short, blocks_short) if outranks else []
         if not victims:
             return True
         if self._in_flight:
@@ -179,8 +180,14 @@ class ContinuousScheduler(BaseScheduler):
         return True
 
     def _victims_for(self, head: Request, rows_short: int, blocks_short: int) -> list[Request]:
-        """Lower-priority requests whose preemption lets the head run; empty if even all of them would not do."""
+        """Lower-priority requests whose preemption lets the head run; empty if even all of them would not do.
+
+        A victim gives back the blocks that nobody else holds (but for those that the head is to share: they are
+        counted already) and those that its prefill was promised. If nobody is left running, no headroom is needed.
+        """
         key = self.waiting.key(head)
+        shared = {entry.block for entry in self._reusable(head)}
+        left = len(self.running)
         candidates = [
             request
             for request in self._preemptible()
@@ -194,28 +201,39 @@ class ContinuousScheduler(BaseScheduler):
                 break
             victims.append(request)
             rows_short -= len(request.members)
-            blocks_short -= self.blocks.exclusive_blocks(request)
+            blocks_short -= self.blocks.exclusive_blocks(request, shared)
+            if request in self.prefilling:
+                blocks_short -= self.blocks.blocks_needed(request, request.prefill_target)
+            left -= len(request.members)
+            if not left:
+                blocks_short -= self._headroom(head)
         return victims if rows_short <= 0 and blocks_short <= 0 else []
 
     # -- what an admission needs ------------------------------------------------------------------------------------
 
-    def _shortage(self, request: Request, demand: int, *, watermark: bool = True) -> tuple[int, int]:
-        """(rows, blocks) that are missing for the request to be admitted or resumed now; <= 0 is enough.
+    def _rows_short(self, request: Request) -> int:
+        """Rows that are missing for the request to be admitted or resumed now; <= 0 is enough."""
+        return len(request.members) - len(self._free_rows)
 
-        `demand`: blocks that this step's decodes have still to take.
+    def _blocks_short(self, request: Request, demand: int, *, watermark: bool = True) -> int:
+        """Blocks that are missing for the request to be admitted or resumed now; <= 0 is enough.
+
+        Counted are all its committed tokens, also where only a part of them was swapped out: what comes back must be
+        able to go on. `demand`: blocks that this step's decodes have still to take.
         """
-        if request.state is RequestState.SWAPPED:
-            cached = self._cached_on_device(request)
-            needed = len(request.swap_slots) - len(cached) + (request.kv_tokens % self.config.block_size == 0)
-            entries: Iterable[CachedBlock] = cached.values()
-        else:
-            entries = self._match(request)
-            needed = self._blocks_for(request.num_tokens) - len(list(entries))
+        entries = self._reusable(request)
+        needed = self._blocks_for(request.num_tokens) - len(entries)
         revived = sum(1 for entry in entries if not entry.referenced)
         room = self.blocks.num_available - revived - demand - self._reserved()
         if watermark:
             room -= self._headroom(request)
-        return len(request.members) - len(self._free_rows), needed - room
+        return needed - room
+
+    def _reusable(self, request: Request) -> list[CachedBlock]:
+        """Cached blocks that an admission or a swap-in of the request takes over as they are."""
+        if request.state is RequestState.SWAPPED:
+            return list(self._cached_on_device(request).values())
+        return self._match(request)
 
     def _match(self, request: Request) -> list[CachedBlock]:
         """Cached blocks that the request can start from: at least its last token is left to compute.
@@ -258,8 +276,7 @@ class ContinuousScheduler(BaseScheduler):
             if head is None or head.state is not RequestState.SWAPPED or head.request_id in draft.preempted:
                 return
             watermark = draft.room_made_for is not head
-            rows_short, blocks_short = self._shortage(head, self._decode_demand(), watermark=watermark)
-            if rows_short > 0 or blocks_short > 0:
+            if self._rows_short(head) > 0 or self._blocks_short(head, self._decode_demand(), watermark=watermark) > 0:
                 return
             self._swap_in(head, draft, now)
 
@@ -292,6 +309,7 @@ class ContinuousScheduler(BaseScheduler):
         for member in request.members:
             member.row = self._free_rows.pop()
             self.running[member] = None
+            self.running_priorities[member.priority] += 1
             draft.assignments.append(
                 RowAssignment(
                     row=member.row,
@@ -424,11 +442,11 @@ class ContinuousScheduler(BaseScheduler):
             if draft.budget <= 0:
                 self._note_wait(head, "budget", "the step's token budget is spent", now)
                 return
-            rows_short, blocks_short = self._shortage(head, 0, watermark=draft.room_made_for is not head)
-            if rows_short > 0:
+            if self._rows_short(head) > 0:
                 reason = f"{len(head.members)} sequence slots, {len(self._free_rows)} free"
                 self._note_wait(head, "slots", reason, now)
                 return
+            blocks_short = self._blocks_short(head, 0, watermark=draft.room_made_for is not head)
             if blocks_short > 0:
                 reason = f"{blocks_short} more KV blocks, {self.blocks.num_available} available"
                 self._note_wait(head, "blocks", reason, now)

@@ -47,11 +47,11 @@ class WaitingQueue:
         return (level, not request.started, *rest, request.arrival_seq, request.choice)
 
     def push(self, request: Request) -> None:
-        """Add a request."""
+        """Add a request. A policy that raises leaves the queue as it was."""
         self._lift_user(request.user)
+        request.order_key = self.key(request)
         self._members[request.request_id] = request
         self._users[request.user] += 1
-        request.order_key = self.key(request)
         heapq.heappush(self._heap, (request.order_key, request))
 
     def _lift_user(self, user: str) -> None:
@@ -60,8 +60,8 @@ class WaitingQueue:
         if len(served) > MAX_IDLE_USERS + len(self._users):
             for idle in [other for other in served if other not in self._users]:
                 del served[idle]
-        if self._users[user] == 0 and self._users.total():
-            floor = min(served.get(other, 0.0) for other, count in self._users.items() if count)
+        if self._users and user not in self._users:
+            floor = min(served.get(other, 0.0) for other in self._users)
             served[user] = max(served.get(user, 0.0), floor)
 
     def head(self) -> Request | None:

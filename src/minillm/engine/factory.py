@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from minillm.engine.config import EngineConfig
 from minillm.engine.inputs import InputProcessor
 from minillm.engine.llm_engine import LLMEngine
 from minillm.engine.output_processor import OutputProcessor
+from minillm.models.chat_template import load_chat_template
 
 if TYPE_CHECKING:
     from minillm.core.observer import Observer
@@ -40,12 +41,9 @@ _SAMPLING_DEFAULTS = {
 """Keys of a generation_config.json that set sampling defaults, and the fields they set (vLLM's list)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What was loaded and how much room it has. Sizes in tokens and blocks.
-
-    `max_model_len` is what holds; `max_model_len_reduced` says that the KV pool, not the model, sets it.
-    """
+@dataclass(frozen=True, kw_only=True)
+class ModelLimits:
+    """What the assembly needs to know of a model and the memory around it. Sizes in tokens and blocks."""
 
     name: str
     path: str
@@ -54,10 +52,19 @@ class ModelInfo:
     device: str
     vocab_size: int
     max_model_len: int
-    max_model_len_reduced: bool
     num_blocks: int
-    block_size: int
     num_swap_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo(ModelLimits):
+    """What was loaded and how much room it has.
+
+    `max_model_len` is what holds; `max_model_len_reduced` says that the KV pool, not the model, sets it.
+    """
+
+    max_model_len_reduced: bool
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +75,6 @@ class EngineParts:
     engine: LLMEngine
     inputs: InputProcessor
     model_info: ModelInfo
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What the assembly needs to know of a model and the memory around it."""
-
-    name: str
-    path: str
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    num_blocks: int
-    num_swap_blocks: int
 
 
 def build_engine(
@@ -211,22 +203,12 @@ def assemble_engine(
         vocab_size=limits.vocab_size,
         eos_token_ids=frozenset(eos_token_ids),
         default_params=default_params,
-        chat_template=read_chat_template(config.chat_template),
+        chat_template=_chat_template(config),
         seed=config.seed,
     )
-    info = ModelInfo(
-        name=limits.name,
-        path=limits.path,
-        architecture=limits.architecture,
-        dtype=limits.dtype,
-        device=limits.device,
-        vocab_size=limits.vocab_size,
-        max_model_len=scheduler_config.effective_max_model_len,
-        max_model_len_reduced=scheduler_config.max_model_len_reduced,
-        num_blocks=limits.num_blocks,
-        block_size=config.block_size,
-        num_swap_blocks=limits.num_swap_blocks,
-    )
+    held = replace(limits, max_model_len=scheduler_config.effective_max_model_len)
+    reduced = scheduler_config.max_model_len_reduced
+    info = ModelInfo(**asdict(held), max_model_len_reduced=reduced, block_size=config.block_size)
     return EngineParts(config, engine, inputs, info)
 
 
@@ -236,7 +218,7 @@ def check_names(config: EngineConfig) -> None:
 
     get_queue_policy(config.scheduling_policy)
     get_victim_policy(config.victim_policy)
-    read_chat_template(config.chat_template)
+    _chat_template(config)
 
 
 def resolve_device(device: str) -> str:
@@ -267,25 +249,17 @@ def default_sampling_params(source: str, model_config: Mapping[str, Any]) -> Sam
         raise ModelLoadError(f"generation_config of the model: {error}") from error
 
 
-def read_chat_template(value: str | None) -> str | None:
-    """A chat template given as text, or as the path of a file that has it."""
-    from minillm.models.chat_template import load_chat_template
-
-    return None if value is None else load_chat_template(value)
+def _chat_template(config: EngineConfig) -> str | None:
+    return None if config.chat_template is None else load_chat_template(config.chat_template)
 
 
 def _kv_spec(config: EngineConfig, model: LoadedModel) -> KVCacheSpec:
     import torch
 
-    from minillm.memory.paged_kv_cache import KVCacheSpec
+    from minillm.runner.pytorch_model_runner import kv_cache_spec
 
-    return KVCacheSpec(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        block_size=config.block_size,
-        dtype=getattr(torch, model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
-    )
+    spec = kv_cache_spec(model.decoder, config.block_size)
+    return spec if config.kv_cache_dtype == "auto" else replace(spec, dtype=getattr(torch, config.kv_cache_dtype))
 
 
 def _limits(config: EngineConfig, model: LoadedModel, device: str) -> ModelLimits:

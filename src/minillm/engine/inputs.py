@@ -226,8 +226,10 @@ def _unwrap(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Any, str
 def _check_fields(request_id: str, priority: int, user: str, cache_salt: str | None, timeout: float | None) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidParameterError("request_id", request_id, "it must be a non-empty string")
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-        raise InvalidParameterError("priority", priority, "it must be an integer of 64 bits")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidParameterError("priority", priority, "it must be an integer")
+    if not -(2**63) <= priority < 2**63:
+        raise InvalidParameterError("priority", priority, "it must fit 64 bits")
     if not isinstance(user, str):
         raise InvalidParameterError("user", user, "it must be a string")
     if cache_salt is not None and not isinstance(cache_salt, str):

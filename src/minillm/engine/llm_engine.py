@@ -207,7 +207,7 @@ class LLMEngine:
             return self.scheduler.explain(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False if some are in use and stay."""
+        """Forget all cached prefixes; running requests keep their blocks. Always True."""
         with self.lock:
             return self.scheduler.reset_prefix_cache()
 

@@ -348,7 +348,7 @@ def _rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     if params.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise UnsupportedModelError(f"rope: partial_rotary_factor={params['partial_rotary_factor']}")
     original = config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
-    return _make_rope(kind, float(theta or 10_000.0), params, original or max_position, max_position)
+    return _make_rope(kind, 10_000.0 if theta is None else float(theta), params, original or max_position, max_position)
 
 
 def _make_rope(kind: str, theta: float, params: Mapping[str, Any], original: int, max_position: int) -> RopeConfig:

@@ -123,8 +123,26 @@ def _wheel_url(page: str, prefix: str) -> str | None:
         url = urllib.parse.urldefrag(urllib.parse.urljoin(base, link)).url
         name = Path(urllib.parse.unquote(urllib.parse.urlparse(url).path)).name
         if name.lower().startswith(prefix) and name.endswith("-any.whl"):
-            return url
+            return _with_credentials(url, page)
     return None
+
+
+def _with_credentials(url: str, page: str) -> str:
+    """The URL with the page's user and password if it is on the page's host: the links of a page do not have them."""
+    parts, own = urllib.parse.urlsplit(url), urllib.parse.urlsplit(page)
+    if own.username and parts.netloc == own.netloc.rpartition("@")[2]:
+        return urllib.parse.urlunsplit(parts._replace(netloc=own.netloc))
+    return url
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Redirects that do not take a password to another host (urllib's own take it along)."""
+
+    def redirect_request(self, req: Any, *arguments: Any) -> Any:
+        new = super().redirect_request(req, *arguments)
+        if new is not None and urllib.parse.urlsplit(new.full_url).netloc != urllib.parse.urlsplit(req.full_url).netloc:
+            new.remove_header("Authorization")
+        return new
 
 
 def _open(url: str) -> Any:
@@ -136,7 +154,8 @@ def _open(url: str) -> Any:
         user = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
         headers["Authorization"] = "Basic " + base64.b64encode(user.encode()).decode()
         url = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
+    opener = urllib.request.build_opener(_Redirects)
+    return opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
 
 
 def _shown(url: str) -> str:

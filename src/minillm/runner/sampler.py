@@ -5,9 +5,10 @@ Each sampling row passes, in this order: mask of ids without a token, logit_bias
 they need into at most five groups (greedy; few candidates; the whole vocabulary with top_k, with top_p, plain), each
 one batch of tensor operations; nothing loops over requests except to collect rare edits (logit_bias, min_tokens).
 
-Randomness (DESIGN rule 7): the draw for output i of choice c inverts the row's cumulative distribution, in the order
-of token ids, at one Philox number of (seed, c, i). Together with the integer weights of `sampling_ops` the token is a
-pure function of the row's logits and (seed, c, i): not of batch mates, their order, or the slices work is done in.
+Randomness (docs/design.md, rule 7): the draw for output i of choice c inverts the row's cumulative distribution, in
+the order of token ids, at one Philox number of (seed, c, i). Together with the integer weights of `sampling_ops` the
+token is a pure function of the row's logits and (seed, c, i): not of batch mates, their order, or the slices work is
+done in.
 The alternative, an exponential race over V random numbers per row, would cost V Philox blocks per token.
 """
 
