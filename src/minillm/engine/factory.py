@@ -239,7 +239,7 @@ def default_sampling_params(source: str, model_config: Mapping[str, Any]) -> Sam
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: nested without end; no such user's home
             why = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"generation_config={shorten(source)}: no readable file is there: {why}") from error
+            raise ConfigError(f"generation_config={shorten(source)}: its file cannot be read: {why}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"generation_config={shorten(source)}: {path} is not a JSON object")
     given = {field: values[key] for key, field in _SAMPLING_DEFAULTS.items() if values.get(key) is not None}

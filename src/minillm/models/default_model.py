@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-from minillm.core.errors import ModelLoadError, shorten
+from minillm.core.errors import ConfigError, ModelLoadError, shorten
 
 Progress = Callable[[str], None]
 
@@ -77,11 +77,17 @@ class CachedModel:
 
 
 def cache_dir() -> Path:
-    """``MINILLM_CACHE``, else ``$XDG_CACHE_HOME/minillm``, else ``~/.cache/minillm``."""
-    if os.environ.get("MINILLM_CACHE"):
-        return Path(os.environ["MINILLM_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "minillm"
+    """``MINILLM_CACHE``, else ``$XDG_CACHE_HOME/minillm``, else ``~/.cache/minillm``.
+
+    Raises :class:`ConfigError` where they start at the home of a user who has none.
+    """
+    try:
+        if os.environ.get("MINILLM_CACHE"):
+            return Path(os.environ["MINILLM_CACHE"]).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "minillm"
+    except RuntimeError as error:
+        raise ConfigError(f"the cache folder is unknown: {error} Set MINILLM_CACHE to a folder.") from error
 
 
 def builtin_path(model: BuiltinModel) -> Path:
@@ -97,7 +103,7 @@ def list_cached_models() -> list[CachedModel]:
         size = path.stat().st_size if path.is_file() else 0
         entries.append(CachedModel(model.name, model.description, path, size == model.file_bytes, size))
     known = {entry.path for entry in entries}
-    others = sorted(path for path in (cache_dir() / "models").glob("**/*.gguf") if path not in known)
+    others = sorted(path for path in (cache_dir() / "models").glob("**/*.gguf") if path.is_file() and path not in known)
     return entries + [CachedModel(str(path), "GGUF file", path, True, path.stat().st_size) for path in others]
 
 
