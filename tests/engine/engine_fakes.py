@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from minillm.engine.config import EngineConfig
 from minillm.engine.factory import EngineParts, ModelLimits, assemble_engine
 from minillm.engine.llm_engine import LLMEngine
 from minillm.engine.output_processor import RequestUpdate
-from minillm.engine.outputs import RequestOutput, TokenEvent
+from minillm.engine.outputs import CompletionOutput, RequestOutput, TokenEvent
 from minillm.engine.runtime import Runtime
 from minillm.models.tokenizer import Tokenizer
 
@@ -54,6 +55,11 @@ TOKENIZER = toy_tokenizer()
 EOS = TOKENIZER.piece_to_id("<eos>")
 END = TOKENIZER.piece_to_id("<end>")
 VOCAB = TOKENIZER.vocab_size
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+LONG = SamplingParams(temperature=0, max_tokens=200)
+WAIT = 20.0
+"""Seconds after which a test that waits has failed."""
 
 
 def token(text: str) -> int:
@@ -353,3 +359,35 @@ def idle_state(engine: LLMEngine) -> tuple[Any, ...]:
         stats.swap_slots_used,
         engine.outputs.num_live,
     )
+
+
+def finished(driver: EngineDriver) -> None:
+    """After a run: every stream is in form, nothing is held, no invariant was broken."""
+    for request_id, output in driver.outputs.items():
+        check_events(driver.events[request_id], output)
+    assert not driver.engine.has_work
+    assert driver.engine.num_invariant_violations == 0
+    state = idle_state(driver.engine)
+    assert state == (0, 0, 0, 0, driver.parts.model_info.num_blocks, 0, 0, 0, 0)
+
+
+def run_one(driver: EngineDriver, params: SamplingParams, prompt: object = "abc") -> CompletionOutput:
+    """The only choice of one request, run to its end."""
+    driver.add("r", prompt, params)
+    output = driver.run()["r"]
+    finished(driver)
+    return output.outputs[0]
+
+
+def eventually(condition, what: str = "condition") -> None:
+    """Wait for what another thread is about to do."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come true"
+        time.sleep(0.002)
+
+
+def wait_idle(runtime: Runtime) -> tuple:
+    """The engine's state once nothing is live any more."""
+    eventually(lambda: runtime._thread.num_live == 0 and not runtime._engine.has_work, "idle")
+    return idle_state(runtime._engine)

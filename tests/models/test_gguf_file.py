@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from model_oracles import make_reference
 
 from minillm.core.errors import ModelLoadError
+from minillm.models import gguf as gguf_reader
 from minillm.models.gguf import GGUFFile
 from minillm.models.loader import load_model
 
@@ -149,3 +150,9 @@ def test_a_folder_or_missing_path_is_refused(tmp_path) -> None:
     for path in (tmp_path, tmp_path / "none.gguf"):
         with pytest.raises(ModelLoadError, match="cannot be read"):
             GGUFFile(path)
+
+
+def test_an_array_that_would_fill_the_memory_is_refused(small_file: bytes, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gguf_reader, "_MAX_ARRAY", 2)
+    with pytest.raises(ModelLoadError, match="an array of 3 entries"):
+        opened(small_file, tmp_path)

@@ -16,7 +16,6 @@ from minillm import EngineConfig
 from minillm.core.errors import ConfigError, ModelLoadError
 from minillm.engine.factory import build_engine, default_sampling_params
 from minillm.models.chat_template import load_chat_template
-from minillm.models.config import MAX_LAYERS
 from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile
 from minillm.models.loader import load_model
@@ -53,7 +52,7 @@ def is_refused(model: Path) -> bool:
         {"architectures": 5},
         {"architectures": [["x"]]},
         {"num_hidden_layers": 10**15},
-        {"num_hidden_layers": MAX_LAYERS + 1},
+        {"num_hidden_layers": 10**5},
         {"hidden_size": 10**15},
         {"vocab_size": 10**30},
         {"layer_types": 5},

@@ -239,6 +239,16 @@ def test_broken_config_is_refused(content: str, message: str, folder: Path) -> N
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"vocab_size": 10**15}, "no memory for the weights"), ({"num_hidden_layers": 10**12}, "limit of 4096 layers")],
+)
+def test_a_config_that_promises_more_than_any_memory_holds_is_refused(changes, message: str, folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load_model(edit_config(folder, **changes), dtype="float32")
+    assert "\n" not in str(caught.value)
+
+
 def test_folder_without_config_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"config\.json is missing"):

@@ -13,8 +13,7 @@ from typing import Any
 
 from minillm.core.errors import ModelLoadError, UnsupportedModelError
 
-MAX_LAYERS = 10_000
-"""More is a corrupt number: it is refused before anything is made per layer."""
+_MAX_LAYERS = 4096
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -284,9 +283,10 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 
 def _num_layers(config: Mapping[str, Any], key: str) -> int:
+    """A size that is bounded: something is made per layer before any tensor is looked for."""
     value = _size(config, key)
-    if value > MAX_LAYERS:
-        raise ModelLoadError(f"model config: {key}={value} is over the limit of {MAX_LAYERS}")
+    if value > _MAX_LAYERS:
+        raise ModelLoadError(f"model config: {key}={value} is over the limit of {_MAX_LAYERS} layers")
     return value
 
 

@@ -25,6 +25,9 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMS = 4
 _MAX_NESTING = 4
+_MAX_ARRAY = 1 << 24
+"""Entries of a metadata array: 16 times the largest vocabularies. A Python object each, they take more memory than the
+file says."""
 
 # Weights decoded here with torch: name -> (weights per block, bytes per block). All others go through gguf.quants.
 _OWN_TYPES = {
@@ -119,7 +122,7 @@ class _Cursor:
 
     def array(self, depth: int) -> list[Any]:
         kind, count = self.scalar("I"), self.scalar("Q")
-        if count > self.size - self.position:
+        if count > min(_MAX_ARRAY, self.size - self.position):
             raise self.fail(f"an array of {count} entries; the file is truncated or a length is corrupt")
         if kind == _STRING:
             return self.strings(count)

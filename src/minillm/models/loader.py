@@ -120,8 +120,7 @@ def _load_folder(folder: Path, dtype: str, device: torch.device) -> tuple[Decode
     generation_config = _read_json(generation_path) if generation_path.is_file() else {}
     config = _with_eos_ids(config, generation_config)
     with SafetensorsFolder(folder) as source:
-        decoder = Decoder(config, _resolve_dtype(dtype, config, device), device)
-        fill(decoder, source, str(folder))
+        decoder = _build(config, source, _resolve_dtype(dtype, config, device), device, str(folder))
     _pack_for_cpu(decoder)
     return decoder, generation_config
 
@@ -129,10 +128,20 @@ def _load_folder(folder: Path, dtype: str, device: torch.device) -> tuple[Decode
 def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder, dict[str, Any]]:
     with GGUFFile(path) as file:
         source = GGUFWeights(file)
-        decoder = Decoder(source.config, _resolve_dtype(dtype, source.config, device), device)
-        fill(decoder, source, str(path))
+        decoder = _build(source.config, source, _resolve_dtype(dtype, source.config, device), device, str(path))
         _pack_for_cpu(decoder, source if dtype == "auto" else None)
     return decoder, {}
+
+
+def _build(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device, where: str) -> Decoder:
+    """A decoder with the weights of `source`."""
+    try:
+        decoder = Decoder(config, dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelLoadError(f"{where}: no memory for the weights that the config asks for: {reason}") from error
+    fill(decoder, source, where)
+    return decoder
 
 
 def _pack_for_cpu(decoder: Decoder, coded: GGUFWeights | None = None) -> None:
