@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from minillm.core.errors import InvalidParameterError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_N = 128
-MAX_INT = 2**63 - 1
+MAX_MAX_TOKENS = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-4
 """At or below this temperature sampling is greedy: softmax(x / 1e-4) is one-hot for any two logits
 that differ by more than 0.002, and the division can no longer overflow half precision."""
@@ -33,7 +34,7 @@ def _number(name: str, value: Any, low: float, high: float, rule: str) -> float:
     return number
 
 
-def _integer(name: str, value: Any, low: int, rule: str, high: int = MAX_INT) -> int:
+def _integer(name: str, value: Any, low: int, rule: str, high: float = math.inf) -> int:
     """The value as an int, if it is one of any integer type and in [low, high]."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -135,7 +136,7 @@ class SamplingParams:
     def _check_number(self, name: str, low: float, high: float, rule: str) -> None:
         self._store(name, _number(name, getattr(self, name), low, high, rule))
 
-    def _check_integer(self, name: str, low: int, rule: str, high: int = MAX_INT) -> None:
+    def _check_integer(self, name: str, low: int, rule: str, high: float = math.inf) -> None:
         self._store(name, _integer(name, getattr(self, name), low, rule, high))
 
     def _check_lengths(self) -> None:
@@ -143,7 +144,8 @@ class SamplingParams:
         if self.max_tokens is None:
             return
         scoring = self.prompt_logprobs is not None
-        self._check_integer("max_tokens", 0 if scoring else 1, "it must be at least 1 (0 to score a prompt only)")
+        rule = "it must be at least 1 (0 to score a prompt only)"
+        self._check_integer("max_tokens", 0 if scoring else 1, rule, MAX_MAX_TOKENS)
         if self.min_tokens > self.max_tokens:
             raise InvalidParameterError("min_tokens", self.min_tokens, f"it exceeds max_tokens={self.max_tokens}")
 
