@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from minillm.cli import session
 from minillm.core.errors import ModelLoadError, PromptTooLongError
 
 
@@ -141,3 +142,9 @@ def test_ctrl_c_closes_the_stream_and_exits_130(cli, runtime) -> None:
 def test_prompt_is_taken_literally_after_a_double_dash(cli, runtime, text: str) -> None:
     cli("generate", "--raw", "--", text)
     assert runtime.prompts == [text]
+
+
+def test_without_a_seed_each_run_gives_another_answer(monkeypatch) -> None:
+    monkeypatch.setattr("minillm.models.default_model.resolve_model", lambda *_: None)
+    monkeypatch.setattr("minillm.engine.runtime.Runtime", lambda config: config)
+    assert session.open_runtime({}).seed is None

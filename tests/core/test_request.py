@@ -65,6 +65,8 @@ def test_fork_copies_identity_and_limits_not_progress():
         ("ageing_interval", float("nan")),
         ("preemption_mode", "hope"),
         ("user_weights", {"u": 0.0}),
+        ("user_weights", {"u": "2"}),
+        ("user_weights", {"u": float("inf")}),
     ],
 )
 def test_scheduler_config_names_what_is_wrong(field, value):

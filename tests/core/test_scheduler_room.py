@@ -62,3 +62,19 @@ def test_half_a_prompt_is_swapped_in_only_when_the_whole_prompt_fits():
     assert low.num_preemptions == 1
     d.run()
     d.assert_idle_and_clean()
+
+
+def test_a_request_at_its_preemption_bound_keeps_its_row_from_waiting_ones():
+    d = Driver(max_num_seqs=1, max_preemptions=1)
+    d.submit(make_request("low", 4, 6, priority=1))
+    d.step()
+    d.submit(make_request("first", 4, 2, priority=0))
+    d.step()
+    low = d.scheduler.get("low")
+    assert low.state is RequestState.PREEMPTED and low.num_preemptions == 1
+    while "first" not in d.finished or low.row < 0:
+        d.step()
+    d.submit(make_request("second", 4, 2, priority=0))
+    d.run()
+    assert list(d.finished) == ["first", "low", "second"]
+    assert low.num_preemptions == 1

@@ -22,7 +22,8 @@ def open_runtime(engine: Options) -> Runtime:
     """Start an engine with these options, showing what is being waited for. The caller closes it."""
     from minillm.models.default_model import resolve_model
 
-    config = EngineConfig(**engine)
+    # The engine's own series of seeds starts at 0, for programs that repeat a run; here each run gives another answer.
+    config = EngineConfig(**{"seed": None, **engine})
     resolve_model(config.model, console.info)
     with console.working(f"Loading {config.model}"):
         from minillm.engine.runtime import Runtime

@@ -23,7 +23,8 @@ class SchedulerConfig:
     - ``ageing_interval``: a request gains one priority level per this many seconds of waiting; None is off.
       Bound: one of priority p is overtaken by a later one of priority q < p only if that arrived less than
       (p - q) * ageing_interval seconds after it.
-    - ``max_preemptions``: at this many a request is chosen as a victim last.
+    - ``max_preemptions``: at this many a request is chosen last where running requests need room, and no more for a
+      waiting one.
     - ``max_waiting``: bound of the waiting queue; None is unbounded.
     - ``user_weights``: share of each user under the `fair` policy; 1 where not given.
     """

@@ -184,6 +184,7 @@ class ContinuousScheduler(BaseScheduler):
 
         A victim gives back the blocks that nobody else holds (but for those that the head is to share: they are
         counted already) and those that its prefill was promised. If nobody is left running, no headroom is needed.
+        A request at its preemption bound keeps its place: it makes room for running requests only.
         """
         key = self.waiting.key(head)
         shared = {entry.block for entry in self._reusable(head)}
