@@ -86,3 +86,10 @@ def test_log_records_are_one_line_and_show_a_traceback_only_under_debug(cli, run
     done = cli("generate", "Hi", "--no-stream")
     assert done.code == 1 and done.err.splitlines() == ["minillm: error: step 7 failed", "minillm: error: dead"]
     assert "Traceback" in cli("generate", "Hi", "--no-stream", "--debug").err
+
+
+def test_control_characters_of_an_error_are_spelled_out(capsys) -> None:
+    from minillm.cli import console
+
+    console.print_error("template says \x1b[2J\x07\nDone: ü")
+    assert capsys.readouterr().err == "minillm: error: template says \\x1b[2J\\x07 Done: ü\n"

@@ -27,3 +27,17 @@ def test_json_lists_sizes_and_paths(cli, own_cache: Path) -> None:
     builtin, mine = json.loads(cli("models", "--json").out)
     assert (builtin["name"], builtin["cached"], builtin["size_bytes"]) == ("smollm2-135m", False, 0)
     assert (mine["path"], mine["cached"], mine["size_bytes"]) == (str(other), True, 8)
+
+
+def test_a_dangling_link_in_the_cache_is_not_a_model(cli, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "gone.gguf").symlink_to(tmp_path / "nowhere")
+    done = cli("models")
+    assert done.code == 0 and "gone.gguf" not in done.out
+
+
+def test_a_cache_folder_of_an_unknown_user_is_a_usage_error(cli, monkeypatch) -> None:
+    monkeypatch.setenv("MINILLM_CACHE", "~no-such-user-here/cache")
+    done = cli("models")
+    assert done.code == 2 and len(done.errors) == 1 and "MINILLM_CACHE" in done.errors[0]

@@ -1,4 +1,4 @@
-"""Faults that users of comparable engines reported (CASES rows B05, B08, B18, B20, B21, B23, B24, B48).
+"""Faults that users of comparable engines reported (cases B05, B08, B18, B20, B21, B23, B24, B48).
 
 Every run has the harness's checks on: each context is read back through the block table and compared with the oracle,
 tokens and ends are those of the request alone, invariants hold after every operation.

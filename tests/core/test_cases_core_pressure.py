@@ -1,4 +1,4 @@
-"""Faults that users of comparable engines reported (CASES rows B07, B10, B12, B14, B16, B17): memory and order.
+"""Faults that users of comparable engines reported (cases B07, B10, B12, B14, B16, B17): memory and order.
 
 Every run has the harness's checks on: contents through the block table, tokens and ends as alone, invariants.
 """

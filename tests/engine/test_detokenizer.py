@@ -1,4 +1,4 @@
-"""The incremental detokenizer against decoding at once (CASES B32, B38, B39, B42)."""
+"""The incremental detokenizer against decoding at once (cases B32, B38, B39, B42)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings against a reference that looks at the whole text, character by character (CASES B40, B42, B43)."""
+"""Stop strings against a reference that looks at the whole text, character by character (cases B40, B42, B43)."""
 
 from __future__ import annotations
 

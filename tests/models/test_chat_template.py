@@ -1,4 +1,4 @@
-"""Rendering of chats, one BOS, control tokens in user text, and what is refused (CASES B23, B36, B37, B52)."""
+"""Rendering of chats, one BOS, control tokens in user text, and what is refused (cases B23, B36, B37, B52)."""
 
 from __future__ import annotations
 

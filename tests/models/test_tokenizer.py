@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata and Hugging Face folders (CASES B32, B36, B37, B52)."""
+"""Tokenizers built from GGUF metadata and Hugging Face folders (cases B32, B36, B37, B52)."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_take_no_slot() -> None:
 
 
 def test_greedy_decoding_with_repetition_penalty_is_the_same_alone_with_mates_and_after_preemption() -> None:
-    """CASES B47: twenty steps of a stub model whose logits depend on the last token alone."""
+    """case B47: twenty steps of a stub model whose logits depend on the last token alone."""
     table = make_logits(VOCAB, seed=3)
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0, frequency_penalty=0.2)
     mate = SamplingParams(temperature=0.9, top_p=0.9)

@@ -48,8 +48,9 @@ def info(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """`text` on a single line."""
-    return " ".join(text.split())
+    """`text` on a single line, control characters spelled out: a model's file may have written it."""
+    line = " ".join(text.split())
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def print_error(text: str) -> None:

@@ -64,8 +64,8 @@ class SchedulerConfig:
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r} must be one of {', '.join(PREEMPTION_MODES)}")
         for user, weight in self.user_weights.items():
-            if not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                raise ConfigError(f"user_weights[{user!r}]={weight!r} must be a finite number > 0")
+            if not isinstance(user, str) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(f"user_weights[{user!r}]={weight!r} must be a user's name and a finite number over 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "

@@ -121,5 +121,15 @@ class RequestFailedError(MiniLLMError):
     """A request ended with an error of its own (NaN logits, an exception in its row)."""
 
 
+class WouldDeadlockError(MiniLLMError, RuntimeError):
+    """The engine's own thread (it runs the callbacks of futures) was about to wait for the engine."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a future's callback runs in the engine's thread and must not wait for another request there; "
+            "submit it and add a callback, or wait in a thread of your own"
+        )
+
+
 class EngineDeadError(MiniLLMError):
     """The engine failed or was shut down; the cause is chained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from minillm.core.errors import InvalidParameterError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_N = 128
+MAX_MAX_TOKENS = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-4
 """At or below this temperature sampling is greedy: softmax(x / 1e-4) is one-hot for any two logits
 that differ by more than 0.002, and the division can no longer overflow half precision."""
@@ -32,8 +34,8 @@ def _number(name: str, value: Any, low: float, high: float, rule: str) -> float:
     return number
 
 
-def _integer(name: str, value: Any, low: int, rule: str) -> int:
-    """The value as an int, if it is one of any integer type and at least `low`."""
+def _integer(name: str, value: Any, low: int, rule: str, high: float = math.inf) -> int:
+    """The value as an int, if it is one of any integer type and in [low, high]."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -42,6 +44,8 @@ def _integer(name: str, value: Any, low: int, rule: str) -> int:
         raise InvalidParameterError(name, value, f"it must be an integer; {rule}")
     if number < low:
         raise InvalidParameterError(name, value, rule)
+    if number > high:
+        raise InvalidParameterError(name, value, f"it must be at most {high}")
     return number
 
 
@@ -115,9 +119,7 @@ class SamplingParams:
         if self.repetition_penalty == 0.0:
             raise InvalidParameterError("repetition_penalty", self.repetition_penalty, "it must be in (0, 100]")
         if self.seed is not None:
-            self._check_integer("seed", -(2**63), "it must fit 64 bits")
-            if self.seed >= 2**64:
-                raise InvalidParameterError("seed", self.seed, "it must fit 64 bits")
+            self._check_integer("seed", -(2**63), "it must fit 64 bits", 2**64 - 1)
         self._check_lengths()
         self._check_stops()
         for name in ("logprobs", "prompt_logprobs"):
@@ -134,18 +136,16 @@ class SamplingParams:
     def _check_number(self, name: str, low: float, high: float, rule: str) -> None:
         self._store(name, _number(name, getattr(self, name), low, high, rule))
 
-    def _check_integer(self, name: str, low: int, rule: str, high: int | None = None) -> None:
-        value = _integer(name, getattr(self, name), low, rule)
-        if high is not None and value > high:
-            raise InvalidParameterError(name, value, f"it must be at most {high}")
-        self._store(name, value)
+    def _check_integer(self, name: str, low: int, rule: str, high: float = math.inf) -> None:
+        self._store(name, _integer(name, getattr(self, name), low, rule, high))
 
     def _check_lengths(self) -> None:
         self._check_integer("min_tokens", 0, "it must be at least 0")
         if self.max_tokens is None:
             return
         scoring = self.prompt_logprobs is not None
-        self._check_integer("max_tokens", 0 if scoring else 1, "it must be at least 1 (0 to score a prompt only)")
+        rule = "it must be at least 1 (0 to score a prompt only)"
+        self._check_integer("max_tokens", 0 if scoring else 1, rule, MAX_MAX_TOKENS)
         if self.min_tokens > self.max_tokens:
             raise InvalidParameterError("min_tokens", self.min_tokens, f"it exceeds max_tokens={self.max_tokens}")
 
@@ -157,6 +157,8 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidParameterError("stop", text, "each stop string must be a non-empty string")
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidParameterError("stop", text, "a stop string must not hold lone surrogates")
         self._store("stop", stop)
         ids = _items("stop_token_ids", self.stop_token_ids, "it must be a list of token ids")
         rule = "each id must be at least 0"

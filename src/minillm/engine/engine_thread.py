@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -23,7 +24,13 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from minillm.core.errors import DuplicateRequestError, EngineDeadError, QueueFullError
+from minillm.core.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidParameterError,
+    QueueFullError,
+    WouldDeadlockError,
+)
 from minillm.core.request import Request
 from minillm.engine.llm_engine import LLMEngine
 from minillm.engine.output_processor import RequestUpdate, sequence_ids
@@ -144,7 +151,7 @@ class EngineThread:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine thread between two steps and return its result."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return function()
         reply: Future[T] = Future()
         with self._lock:
@@ -173,17 +180,36 @@ class EngineThread:
         Idempotent; a second call may shorten the grace. `timeout` bounds the wait for the thread (seconds). Called
         from the engine thread itself (a future's callback) it does not wait.
         """
+        if not isinstance(grace, int | float) or grace != grace:
+            raise InvalidParameterError("grace", grace, "it must be a number of seconds")
         with self._lock:
             if self._refusal is None:
                 self._refusal = EngineDeadError("the engine was closed")
-        self.request_close(grace)
-        if threading.current_thread() is not self._thread:
+        self.request_close(min(grace, threading.TIMEOUT_MAX))
+        if not self.is_current:
             self._thread.join(timeout)
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in the engine thread."""
+        return threading.current_thread() is self._thread
+
+    def check_may_wait(self) -> None:
+        """Raise :class:`WouldDeadlockError` in the engine thread: what it waits for there would never come."""
+        if self.is_current:
+            raise WouldDeadlockError
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: the thread lives in the parent alone, and a lock that it held would never be freed."""
+        self._lock = threading.Lock()
+        self._inbox = SimpleQueue()
+        self.engine.lock = threading.Lock()
+        self._refusal = EngineDeadError("the engine runs in the process that this one was forked from; start one here")
 
     def check_open(self) -> None:
         """Raise :class:`EngineDeadError` (with the cause) if no more requests are taken."""
@@ -286,15 +312,16 @@ class EngineThread:
                     ticket.sink.on_events(update.events, update.tracked.prompt_scores)
                 if update.output is not None:
                     ticket.sink.on_output(update.output)
-            except Exception as error:
-                # A reader's fault (say, a broken event loop) is no reason to stop serving the others.
+            except BaseException as error:
+                # A reader's fault (say, a broken event loop, a callback that calls sys.exit) is no reason to stop
+                # serving the others.
                 logger.error("request %s: its reader could not be told", ticket.request_id, exc_info=error)
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         self._mark_ended(ticket)
         try:
             ticket.sink.on_error(error)
-        except Exception as fault:
+        except BaseException as fault:
             logger.error("request %s: its reader could not be told", ticket.request_id, exc_info=fault)
 
     def _mark_ended(self, ticket: Ticket) -> None:
@@ -364,6 +391,15 @@ def _copy(error: EngineDeadError) -> EngineDeadError:
 
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for thread in list(_running):
+        thread.abandon_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 @atexit.register

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.core.errors import ConfigError, InvalidParameterError, ModelLoadError
+from minillm.core.errors import ConfigError, InvalidParameterError, MiniLLMError, ModelLoadError, shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
 from minillm.engine.inputs import InputProcessor
@@ -92,33 +92,28 @@ def build_engine(
     are used instead of loading (several engines may share them: nothing in them changes).
     """
     check_names(config)
-    from minillm.memory.paged_kv_cache import PagedKVCache
-    from minillm.memory.swap_space import SwapSpace
+    from minillm.models.default_model import resolve_model
     from minillm.models.loader import load_model
     from minillm.models.tokenizer import load_tokenizer
-    from minillm.runner.pytorch_model_runner import PyTorchModelRunner
 
     device = resolve_device(config.device)
     if model is None:
         model = load_model(config.model, config.dtype, device, progress)
     if tokenizer is None:
-        tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else model.path)
+        tokenizer = load_tokenizer(
+            model.path if config.tokenizer is None else resolve_model(config.tokenizer, progress, "tokenizer").path
+        )
     limits = _limits(config, model, device)
-    spec = _kv_spec(config, model)
-    cache = PagedKVCache(spec, limits.num_blocks, device)
-    swap = None
-    if limits.num_swap_blocks:
-        swap = SwapSpace(cache, limits.num_swap_blocks, pin_memory=config.pin_memory is not False)
-    eos_ids = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
-    runner = PyTorchModelRunner(
-        model.decoder,
-        cache,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=min(limits.max_model_len, limits.num_blocks * config.block_size),
-        swap_space=swap,
-        eos_token_ids=sorted(eos_ids),
-        invalid_token_ids=[i for i in range(limits.vocab_size) if not tokenizer.has_token(i)],
-    )
+    # Ids that the logits do not have cannot be sampled, nor masked.
+    named_eos = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
+    eos_ids = {token_id for token_id in named_eos if 0 <= token_id < limits.vocab_size}
+    try:
+        runner = _make_runner(config, model, limits, tokenizer, eos_ids)
+    except (MemoryError, OverflowError, RuntimeError, ValueError) as error:
+        if isinstance(error, MiniLLMError):
+            raise
+        sizes = f"block_size={config.block_size}, num_blocks={limits.num_blocks}, max_num_seqs={config.max_num_seqs}"
+        raise ConfigError(f"{sizes} do not fit this machine's memory: {shorten(str(error))}") from error
     return assemble_engine(
         config,
         limits,
@@ -128,6 +123,29 @@ def build_engine(
         default_params=default_sampling_params(config.generation_config, model.generation_config),
         observer=observer,
         asynchronous=device != "cpu",
+    )
+
+
+def _make_runner(
+    config: EngineConfig, model: LoadedModel, limits: ModelLimits, tokenizer: Tokenizer, eos_ids: set[int]
+) -> ModelRunner:
+    """The runner with its KV pool and swap space."""
+    from minillm.memory.paged_kv_cache import PagedKVCache
+    from minillm.memory.swap_space import SwapSpace
+    from minillm.runner.pytorch_model_runner import PyTorchModelRunner
+
+    cache = PagedKVCache(_kv_spec(config, model), limits.num_blocks, limits.device)
+    swap = None
+    if limits.num_swap_blocks:
+        swap = SwapSpace(cache, limits.num_swap_blocks, pin_memory=config.pin_memory is not False)
+    return PyTorchModelRunner(
+        model.decoder,
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(limits.max_model_len, limits.num_blocks * config.block_size),
+        swap_space=swap,
+        eos_token_ids=sorted(eos_ids),
+        invalid_token_ids=[i for i in range(limits.vocab_size) if not tokenizer.has_token(i)],
     )
 
 
@@ -183,7 +201,7 @@ def assemble_engine(
     inputs = InputProcessor(
         tokenizer,
         vocab_size=limits.vocab_size,
-        eos_token_ids=frozenset(i for i in eos_token_ids if i < limits.vocab_size),
+        eos_token_ids=frozenset(eos_token_ids),
         default_params=default_params,
         chat_template=_chat_template(config),
         seed=config.seed,
@@ -216,11 +234,14 @@ def default_sampling_params(source: str, model_config: Mapping[str, Any]) -> Sam
         return SamplingParams()
     values = model_config
     if source != "auto":
-        path = Path(source).expanduser() / "generation_config.json"
         try:
+            path = Path(source).expanduser() / "generation_config.json"
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"generation_config={source!r}: {path} cannot be read: {error}") from error
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: nested without end; no such user's home
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"generation_config={shorten(source)}: its file cannot be read: {why}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"generation_config={shorten(source)}: {path} is not a JSON object")
     given = {field: values[key] for key, field in _SAMPLING_DEFAULTS.items() if values.get(key) is not None}
     try:
         return replace(SamplingParams(), **given)

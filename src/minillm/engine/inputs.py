@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import random
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -79,9 +79,11 @@ class InputProcessor:
             ids = self.tokenizer.encode(prompt)
         elif is_messages(prompt):
             is_chat = True
-            ids = self.encode_chat(prompt, **(chat_options or {}))
+            ids = self.encode_chat(prompt, **_checked_chat_options(chat_options))
         else:
             ids = _token_ids(prompt)
+        if chat_options and not is_chat:
+            raise InvalidParameterError("chat_options", chat_options, "they are for chat messages only")
         self._check_ids(ids)
         request = Request(
             request_id,
@@ -110,6 +112,12 @@ class InputProcessor:
             raise InvalidParameterError("prompt", request.request_id, "this Request was submitted before")
         request.sampling_params.check_token_ids(self.vocab_size)
         _check_fields(request.request_id, request.priority, request.user, request.cache_salt, None)
+        deadline, seed = request.deadline, request.seed
+        if deadline is not None and (not isinstance(deadline, int | float) or deadline != deadline):
+            raise InvalidParameterError("deadline", deadline, "it must be a time in seconds, or None")
+        if not _is_int(seed) or not 0 <= seed < 1 << 64:
+            raise InvalidParameterError("seed", seed, "it must be an integer of 64 bits, not negative")
+        request.input_ids[:] = _token_ids(request.input_ids)
         self._check_ids(request.input_ids)
         request.arrival_time = now
         request.history[:] = [Transition(now, -1, RequestState.WAITING, "submitted")]
@@ -185,9 +193,24 @@ def _token_ids(prompt: object) -> list[int]:
     return [operator.index(value) for value in prompt]
 
 
+def _checked_chat_options(options: object) -> dict[str, Any]:
+    """Keywords for :meth:`InputProcessor.encode_chat`, as a caller gave them."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise InvalidParameterError("chat_options", options, "it must map names to values")
+    for name in ("self", "messages", "tokenize"):
+        if name in options:
+            raise InvalidParameterError("chat_options", name, "it cannot be given here")
+    for name, kind in (("chat_template", str), ("chat_template_kwargs", Mapping)):
+        if not isinstance(options.get(name), kind | None):
+            raise InvalidParameterError(name, options[name], f"it must be of type {kind.__name__}, or None")
+    return dict(options)
+
+
 def _unwrap(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Any, str | None]:
     """vLLM's dictionary form of a prompt: exactly one of `prompt` and `prompt_token_ids`, and maybe `cache_salt`."""
-    unknown = sorted(set(prompt) - _PROMPT_KEYS)
+    unknown = sorted(str(key) for key in set(prompt) - _PROMPT_KEYS)
     if unknown or len({"prompt", "prompt_token_ids"} & set(prompt)) != 1:
         rule = "a mapping needs exactly one of prompt and prompt_token_ids, and may have cache_salt"
         raise InvalidParameterError("prompt", ", ".join(unknown or map(str, prompt)), rule)
@@ -212,6 +235,6 @@ def _check_fields(request_id: str, priority: int, user: str, cache_salt: str | N
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidParameterError("cache_salt", cache_salt, "it must be a string or None")
     if timeout is not None:
-        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not number or not math.isfinite(timeout) or timeout <= 0:
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout <= sys.float_info.max:
             raise InvalidParameterError("timeout", timeout, "it must be a finite number of seconds > 0, or None")

@@ -113,6 +113,7 @@ class LLM:
         use_tqdm: bool | Progress,
         options: Mapping[str, Any],
     ) -> list[RequestOutput]:
+        self.runtime.check_may_wait()
         params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = _one_each("priority", priority, int, len(prompts))
         futures = self.runtime.submit_many(

@@ -41,7 +41,8 @@ class Runtime:
 
     How a request ends: `stop` or `length`; `cancelled` (partial output); `error` (it failed alone: see
     `RequestOutput.raise_for_error`). If the engine fails, every future and stream raises :class:`EngineDeadError`
-    with the cause, and so does every later call that would submit.
+    with the cause, and so does every later call that would submit. A forked child has no engine: there every call
+    that would submit raises it too, and futures and streams stay the parent's.
     """
 
     def __init__(
@@ -123,6 +124,11 @@ class Runtime:
     def drop_ticket(self, ticket: Ticket) -> None:
         """Cancel by handle from a destructor."""
         self._thread.drop_ticket(ticket)
+
+    def check_may_wait(self) -> None:
+        """Raise :class:`WouldDeadlockError` where waiting for a request would stop the engine for ever: in its own
+        thread, which runs the callbacks of futures."""
+        self._thread.check_may_wait()
 
     # -- what is going on ------------------------------------------------------------------------------------------
 

@@ -61,6 +61,18 @@ class RequestFuture(Future[RequestOutput]):
             self._runtime.cancel_ticket(self._ticket)
         return True
 
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """As of any future; :class:`WouldDeadlockError` in the callback of another one if it would have to wait."""
+        if not self.done():
+            self._runtime.check_may_wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The same for the error."""
+        if not self.done():
+            self._runtime.check_may_wait()
+        return super().exception(timeout)
+
     def on_events(self, events: Sequence[TokenEvent], prompt_scores: list[dict[int, Logprob] | None] | None) -> None:
         """A future has no use for single tokens."""
 
@@ -76,14 +88,14 @@ class RequestFuture(Future[RequestOutput]):
 
 
 class EventBuffer:
-    """Unbounded buffer between the engine thread and one reader, who may wait in a thread or in an event loop."""
+    """Unbounded buffer between the engine thread and its readers, who may wait in threads or in an event loop."""
 
     wants_events = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: deque[TokenEvent] = deque()
-        self._wake: Callable[[], None] | None = None
+        self._wakes: list[Callable[[], None]] = []
         self._ended = False
         self._error: Exception | None = None
         self.output: RequestOutput | None = None
@@ -108,9 +120,13 @@ class EventBuffer:
             self._events.extend(events)
             self._ended = self._ended or ended
             self._error = error if error is not None else self._error
-            wake, self._wake = self._wake, None
-        if wake is not None:
+            wakes, self._wakes = self._wakes, []
+        for wake in wakes:
             wake()
+
+    def wake_readers(self) -> None:
+        """Let everyone who waits look again."""
+        self._put(())
 
     def poll(self, wake: Callable[[], None]) -> TokenEvent | None:
         """The next event; None if there is none yet, and then `wake` is called once when that changes.
@@ -121,7 +137,7 @@ class EventBuffer:
             if self._events:
                 return self._events.popleft()
             if not self._ended:
-                self._wake = wake
+                self._wakes.append(wake)
                 return None
             error, self._error = self._error, None
         if error is not None:
@@ -165,23 +181,20 @@ class RequestStream(_StreamHandle, Iterator[TokenEvent]):
     engine failed.
     """
 
-    def __init__(self, runtime: Runtime, ticket: Ticket, buffer: EventBuffer) -> None:
-        super().__init__(runtime, ticket, buffer)
-        self._ready = threading.Event()
-
     def __next__(self) -> TokenEvent:
         while not self._closed:
-            event = self._buffer.poll(self._ready.set)
+            ready = threading.Event()
+            event = self._buffer.poll(ready.set)
             if event is not None:
                 return event
-            self._ready.wait()
-            self._ready.clear()
+            self._runtime.check_may_wait()
+            ready.wait()
         raise StopIteration
 
     def close(self) -> None:
         """Cancel the request and end the iteration, also for a reader that waits in another thread. Idempotent."""
         self._cancel()
-        self._ready.set()
+        self._buffer.wake_readers()
 
     def __enter__(self) -> RequestStream:
         return self
@@ -193,10 +206,6 @@ class RequestStream(_StreamHandle, Iterator[TokenEvent]):
 class AsyncRequestStream(_StreamHandle, AsyncIterator[TokenEvent]):
     """The same for asyncio: belongs to the event loop that first iterates it. `aclose()` cancels the request."""
 
-    def __init__(self, runtime: Runtime, ticket: Ticket, buffer: EventBuffer) -> None:
-        super().__init__(runtime, ticket, buffer)
-        self._waiter: asyncio.Future[None] | None = None
-
     async def __anext__(self) -> TokenEvent:
         while not self._closed:
             loop = asyncio.get_running_loop()
@@ -207,15 +216,13 @@ class AsyncRequestStream(_StreamHandle, AsyncIterator[TokenEvent]):
                 break
             if event is not None:
                 return event
-            self._waiter = waiter
             await waiter
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Cancel the request and end the iteration. Idempotent."""
         self._cancel()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._buffer.wake_readers()
 
     async def __aenter__(self) -> AsyncRequestStream:
         return self

@@ -16,11 +16,10 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.core.errors import ChatTemplateError, ConfigError, InvalidParameterError
+from minillm.core.errors import ChatTemplateError, ConfigError, InvalidParameterError, shorten
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -78,12 +77,13 @@ def load_chat_template(value: str) -> str:
 
     Raises :class:`ConfigError` if it is neither.
     """
-    if "{{" in value or "{%" in value:
+    if "{" in value or "\n" in value:
         return value
     try:
         return Path(value).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"chat_template={value!r} is neither a readable file nor a Jinja template: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"chat_template={shorten(value)} is neither a template nor a readable file: {why}") from None
 
 
 def select_template(templates: Mapping[str, str], has_tools: bool, source: str) -> str:
@@ -258,16 +258,18 @@ def _cut_at(text: str, end: str) -> str:
 def _render(template: str, context: dict[str, Any]) -> str:
     from jinja2.exceptions import TemplateError, UndefinedError
 
+    from minillm.models.template_sandbox import render_bounded
+
     compiled = _compile(template)
     try:
         try:
-            return compiled.render(context)
+            return render_bounded(compiled, context)
         except (UndefinedError, TypeError):
             # A template that concatenates content cannot do with the missing content of a tool call.
             if all("content" in message for message in context["messages"]):
                 raise
             filled = [{"content": "", **message} for message in context["messages"]]
-            return compiled.render({**context, "messages": filled})
+            return render_bounded(compiled, {**context, "messages": filled})
     except TemplateError as error:
         raise ChatTemplateError(f"chat template: {_one_line(error.message or type(error).__name__)}") from error
     except RecursionError as error:
@@ -286,68 +288,11 @@ def _one_line(text: str) -> str:
 def _compile(template: str) -> Template:
     from jinja2.exceptions import TemplateSyntaxError
 
+    from minillm.models.template_sandbox import sandbox
+
     try:
-        return _environment().from_string(template)
+        return sandbox().from_string(template)
     except TemplateSyntaxError as error:
         raise ChatTemplateError(
             f"chat template: syntax error in line {error.lineno}: {_one_line(error.message or '')}"
         ) from error
-
-
-@functools.cache
-def _environment() -> Any:
-    """The sandbox that Hugging Face renders chat templates in (transformers/utils/chat_template_utils.py)."""
-    from jinja2 import nodes
-    from jinja2.exceptions import SecurityError, TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class GenerationBlock(Extension):
-        """`{% generation %}` marks what a model wrote, for training; here its body is simply printed."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> nodes.Scope:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    class SafeNamespace(Namespace):
-        """A namespace without underscored names, through which templates could reach Python's internals."""
-
-        def __init__(*args: Any, **kwargs: Any) -> None:
-            self, *rest = args
-            attributes = dict(*rest, **kwargs)
-            for name in attributes:
-                _refuse_underscore(name)
-            Namespace.__init__(self, attributes)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _refuse_underscore(name)
-            Namespace.__setitem__(self, name, value)
-
-    def _refuse_underscore(name: object) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace must not have an attribute {name!r}")
-
-    def raise_exception(message: object) -> None:
-        raise TemplateError(str(message))
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["namespace"] = SafeNamespace
-    return environment

@@ -61,6 +61,9 @@ _REFUSED_NAMES = {
 }
 
 
+_LLAMA3_NAMES = ("low_freq_factor", "high_freq_factor")
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: base ``theta`` and one scaling ``kind``; fields a kind does not name are ignored.
@@ -83,6 +86,14 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ModelLoadError(f"model config: rope low_freq_factor=high_freq_factor={self.low_freq_factor}")
+        for name in ("theta", "factor", "beta_fast", "beta_slow", "attention_factor", *_LLAMA3_NAMES):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ModelLoadError(f"model config: rope {name}={value} must be a finite number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +151,14 @@ class ModelConfig:
                 f"model config: {len(self.sliding_windows)} layer types are given for num_layers={self.num_layers}"
             )
         for window in self.sliding_windows:
-            if window is not None and window < 1:
-                raise ModelLoadError(f"model config: sliding_window={window} must be at least 1")
+            if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+                raise ModelLoadError(f"model config: sliding_window={window!r} must be a positive integer")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ModelLoadError(f"model config: rms_norm_eps={self.rms_norm_eps} must be in [0, 1)")
+        for token_id in (self.bos_token_id, self.pad_token_id, *self.eos_token_ids):
+            # Negative ones are an old way to say that there is none; nothing is ever masked or stopped by them.
+            if token_id is not None and (not isinstance(token_id, int) or isinstance(token_id, bool)):
+                raise ModelLoadError(f"model config: token id {_brief(token_id)} must be an integer")
 
     @property
     def attention_scale(self) -> float:
@@ -331,7 +348,7 @@ def _rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     if params.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise UnsupportedModelError(f"rope: partial_rotary_factor={params['partial_rotary_factor']}")
     original = config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
-    return _make_rope(kind, float(theta or 10_000.0), params, original or max_position, max_position)
+    return _make_rope(kind, 10_000.0 if theta is None else float(theta), params, original or max_position, max_position)
 
 
 def _make_rope(kind: str, theta: float, params: Mapping[str, Any], original: int, max_position: int) -> RopeConfig:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-from minillm.core.errors import ModelLoadError
+from minillm.core.errors import ConfigError, ModelLoadError, shorten
 
 Progress = Callable[[str], None]
 
@@ -77,11 +77,17 @@ class CachedModel:
 
 
 def cache_dir() -> Path:
-    """``MINILLM_CACHE``, else ``$XDG_CACHE_HOME/minillm``, else ``~/.cache/minillm``."""
-    if os.environ.get("MINILLM_CACHE"):
-        return Path(os.environ["MINILLM_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "minillm"
+    """``MINILLM_CACHE``, else ``$XDG_CACHE_HOME/minillm``, else ``~/.cache/minillm``.
+
+    Raises :class:`ConfigError` where they start at the home of a user who has none.
+    """
+    try:
+        if os.environ.get("MINILLM_CACHE"):
+            return Path(os.environ["MINILLM_CACHE"]).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "minillm"
+    except RuntimeError as error:
+        raise ConfigError(f"the cache folder is unknown: {error} Set MINILLM_CACHE to a folder.") from error
 
 
 def builtin_path(model: BuiltinModel) -> Path:
@@ -97,12 +103,14 @@ def list_cached_models() -> list[CachedModel]:
         size = path.stat().st_size if path.is_file() else 0
         entries.append(CachedModel(model.name, model.description, path, size == model.file_bytes, size))
     known = {entry.path for entry in entries}
-    others = sorted(path for path in (cache_dir() / "models").glob("**/*.gguf") if path not in known)
+    others = sorted(path for path in (cache_dir() / "models").glob("**/*.gguf") if path.is_file() and path not in known)
     return entries + [CachedModel(str(path), "GGUF file", path, True, path.stat().st_size) for path in others]
 
 
-def resolve_model(spec: str | Path, progress: Progress | None = None) -> ResolvedModel:
+def resolve_model(spec: str | Path, progress: Progress | None = None, field: str = "model") -> ResolvedModel:
     """A model's name, path or hub id -> what to load; fetches it first where it is not on this machine.
+
+    `field` is the option that an error names.
 
     Raises:
         ModelLoadError: nothing is known under `spec`, or it cannot be fetched.
@@ -110,7 +118,22 @@ def resolve_model(spec: str | Path, progress: Progress | None = None) -> Resolve
     text = str(spec)
     if text in BUILTIN_MODELS:
         return ResolvedModel(text, ensure_builtin(BUILTIN_MODELS[text], progress), "gguf")
-    path = Path(text).expanduser()
+    try:
+        found = _resolve_path(Path(text).expanduser())
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be looked into, no such user
+        raise ModelLoadError(f"{field}={shorten(text)} cannot be looked up: {shorten(str(error))}") from error
+    if found is not None:
+        return found
+    if isinstance(spec, str) and re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", text) and not text.endswith(".gguf"):
+        return ResolvedModel(text, _from_hub(text, progress), "safetensors")
+    known = ", ".join(BUILTIN_MODELS)
+    raise ModelLoadError(
+        f"{field}={shorten(text)} is unknown: no such file or folder, no hub id, not built in ({known})"
+    )
+
+
+def _resolve_path(path: Path) -> ResolvedModel | None:
+    """A file or folder on this machine, or None where there is none."""
     if path.is_file():
         if path.suffix == ".gguf":
             return ResolvedModel(path.stem, path, "gguf")
@@ -122,10 +145,7 @@ def resolve_model(spec: str | Path, progress: Progress | None = None) -> Resolve
         if ggufs:
             return ResolvedModel(ggufs[0].stem, ggufs[0], "gguf")
         return ResolvedModel(path.resolve().name, path, "safetensors")
-    if isinstance(spec, str) and re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", text) and path.suffix != ".gguf":
-        return ResolvedModel(text, _from_hub(text, progress), "safetensors")
-    known = ", ".join(BUILTIN_MODELS)
-    raise ModelLoadError(f"model={text!r} is unknown: no such file or folder, no hub id, and not built in ({known})")
+    return None
 
 
 def _from_hub(repo: str, progress: Progress | None) -> Path:

@@ -47,7 +47,9 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], source: str = "GGU
     """Build a tokenizer from a GGUF header (key -> value). Raises :class:`ModelLoadError` naming the key at fault."""
     model = metadata.get("tokenizer.ggml.model")
     tokens = _field(metadata, "tokens", list, source)
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    types = [NORMAL] * len(tokens)
+    if _get(metadata, "token_type", None) is not None:
+        types = _field(metadata, "token_type", list, source)
     if len(types) != len(tokens):
         raise ModelLoadError(f"{source}: {len(types)} entries in tokenizer.ggml.token_type for {len(tokens)} tokens")
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
@@ -167,7 +169,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any], source: str) -> PreTokenizer:
             source,
         )
         return DEFAULT
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelLoadError(
             f"{source}: tokenizer.ggml.pre={name!r} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )

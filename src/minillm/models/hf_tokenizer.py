@@ -68,7 +68,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: a JSON object is expected, not {type(value).__name__}")

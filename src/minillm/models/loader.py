@@ -23,6 +23,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile, dequantize
 from minillm.models.linear import DenseLinear, Linear, cpu_multiplies_codes, cpu_packs_bfloat16, pack
+from minillm.models.untrusted import reading
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -99,7 +100,7 @@ def load_model(
         raise ConfigError(f"dtype={dtype!r} is not known; known: auto, {', '.join(_DTYPES)}")
     resolved = resolve_model(spec, progress)
     load = _load_gguf if resolved.kind == "gguf" else _load_folder
-    with single_threaded():
+    with single_threaded(), reading(resolved.path):
         decoder, generation_config = load(resolved.path, dtype, torch.device(device))
     return LoadedModel(
         name=resolved.name,
@@ -227,7 +228,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ModelLoadError(f"{path}: is not a JSON object")

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from minillm.core.errors import InvalidParameterError, ModelLoadError
 from minillm.models.chat_template import ControlTextGuard, render_chat, select_template
+from minillm.models.untrusted import reading
 
 _SPACE_MARK = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -40,14 +41,15 @@ class TextMode(Enum):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a `.gguf` file or of a folder with `tokenizer.json`. Raises :class:`ModelLoadError`."""
     path = Path(path)
-    if path.is_dir():
-        from minillm.models.hf_tokenizer import load_hf_tokenizer
+    with reading(path):
+        if path.is_dir():
+            from minillm.models.hf_tokenizer import load_hf_tokenizer
 
-        return load_hf_tokenizer(path)
-    if path.suffix == ".gguf":
-        from minillm.models.gguf_tokenizer import load_gguf_tokenizer
+            return load_hf_tokenizer(path)
+        if path.suffix == ".gguf":
+            from minillm.models.gguf_tokenizer import load_gguf_tokenizer
 
-        return load_gguf_tokenizer(path)
+            return load_gguf_tokenizer(path)
     raise ModelLoadError(f"{path}: no tokenizer here; a .gguf file or a folder with tokenizer.json is needed")
 
 
