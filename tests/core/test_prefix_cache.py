@@ -231,3 +231,14 @@ def test_hits_are_exactly_the_longest_cached_prefix(prompts, released):
         if (released >> i) & 1:
             blocks.release_table(request)
         assert blocks.num_available + blocks.num_referenced == 200
+
+
+def test_keys_computed_before_submit_are_those_that_the_scheduler_uses():
+    from minillm.core.config import SchedulerConfig
+    from minillm.core.scheduler import ContinuousScheduler
+
+    scheduler = ContinuousScheduler(SchedulerConfig(num_blocks=8, block_size=SIZE))
+    early, late = make_request("a", list(range(10)), cache_salt="s"), make_request("b", list(range(10)), cache_salt="s")
+    scheduler.prepare(early)
+    assert len(early.block_keys) == 2 and scheduler.num_waiting == 0
+    assert early.block_keys == scheduler.prefix_cache.extend_keys(late, 2)

@@ -110,6 +110,7 @@ class _Load:
             length = OUTPUT_TOKENS[1]
         params = SamplingParams(max_tokens=min(length, self.longest - len(prompt)))
         request = Request(request_id, prompt, params, arrival_time=self.now, eos_token_ids=(EOS_TOKEN_ID,))
+        self.scheduler.prepare(request)  # in the caller's thread, as the engine does it
         self.scheduler.submit(request, self.now)
         self.joins += 1
 

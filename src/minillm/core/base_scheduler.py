@@ -10,6 +10,7 @@ import heapq
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from minillm.core.block_manager import KVBlockManager, SwapPool, blocks_for
@@ -67,7 +68,9 @@ class InFlight:
         if request.request_id in self.discarded:
             return
         self.discarded.add(request.request_id)
-        if request in self.decodes:
+        if request.decode_set is None and request not in self.last_rows:
+            return  # no decode row of this plan: the search below is worth saving
+        with suppress(ValueError):
             row = self.decodes.index(request)
             self.discarded_rows.append(row)
             self.outputs[row] = []
@@ -148,6 +151,14 @@ class BaseScheduler:
                 raise DuplicateRequestError(used)
         if request.request_id in self._groups:
             raise DuplicateRequestError(request.request_id)
+
+    def prepare(self, request: Request) -> None:
+        """Work on the request alone that `submit` leaves for later: its prompt's prefix-cache keys.
+
+        Touches nothing of the scheduler, so a caller's thread can do it and spare the step loop the hashing.
+        """
+        if self.config.enable_prefix_caching:
+            self.prefix_cache.extend_keys(request, request.prompt_len // self.config.block_size)
 
     def submit(self, request: Request, now: float) -> None:
         """Check a request and queue it. For n > 1 its children (``id#1`` ...) are made here."""

@@ -13,10 +13,10 @@ tells the cache when a block's count falls to zero or rises from it.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -85,15 +85,6 @@ class CachedBlock:
         """Cached, and nobody holds the block."""
         return not (self.referenced or self.quarantined or self.dead)
 
-    def link(self) -> None:
-        """Become a child of the parent."""
-        assert self.parent is not None
-        first = self.next_sibling = self.parent.first_child
-        if first is not None:
-            first.previous_sibling = self
-        self.parent.first_child = self
-        self.parent.num_children += 1
-
     def unlink(self) -> None:
         """Be a child of the parent no more."""
         assert self.parent is not None
@@ -125,6 +116,7 @@ class PrefixCache:
         self.enabled = enabled
         self.counters = PrefixCacheCounters()
         self._hash_fn = hash_fn
+        self._pack = Struct(f"<{block_size}i").pack
         self._index: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._roots: dict[bytes, CachedBlock] = {}
@@ -159,12 +151,11 @@ class PrefixCache:
         # All full blocks that are known by now, in one go: a prompt's keys are wanted sooner or later.
         size = self.block_size
         end = max(num_blocks, request.num_tokens // size) * size
-        buffer = array("i", request.token_ids(len(keys) * size, end))
-        known, width = buffer.tobytes(), size * buffer.itemsize
+        ids = request.token_ids(len(keys) * size, end)
         digest = keys[-1].digest if keys else self._root_digest(extra_keys(request))
-        hash_fn = self._hash_fn
-        for start in range(0, len(known), width):
-            token_bytes = known[start : start + width]
+        hash_fn, pack = self._hash_fn, self._pack
+        for start in range(0, len(ids), size):
+            token_bytes = pack(*ids[start : start + size])
             digest = hash_fn(digest, token_bytes)
             keys.append(_new_key(BlockKey, (digest, token_bytes)))
         return keys
@@ -214,7 +205,11 @@ class PrefixCache:
                 chain.append(entry)
             return
         entry = CachedBlock(key, parent, block)
-        entry.link()
+        sibling = entry.next_sibling = parent.first_child
+        if sibling is not None:
+            sibling.previous_sibling = entry
+        parent.first_child = entry
+        parent.num_children += 1
         self._index[key.digest] = entry
         self._by_block[block] = entry
         chain.append(entry)

@@ -344,20 +344,20 @@ class ContinuousScheduler(BaseScheduler):
         else:
             token_ids = [output[-1] for output in members.outputs]
         self._copy_shared_tails(draft)
-        for request in members.starting_block():
-            self._extend_table(request, draft)
-        size = self.config.block_size
-        draft.fills = [(request, request.kv_tokens // size) for request in members.filling_block()]
+        self._extend_tables(members.starting_block(), draft)
+        size, positions = self.config.block_size, members.positions
+        draft.fills = [(r, positions[r.decode_index] // size) for r in members.filling_block()]
         draft.decode_requests = list(members.requests)
         draft.outputs = list(members.outputs)
         draft.decodes, draft.last_rows = members.advance(token_ids)
 
-    def _extend_table(self, request: Request, draft: Draft) -> None:
-        (block,) = self.blocks.allocate(1)
-        draft.table_updates.append(TableUpdate(request.row, len(request.block_table), [block]))
-        request.block_table.append(block)
-        self.decoding.set_last_block(request, block)
-        self._charge(request, self.config.block_size)
+    def _extend_tables(self, requests: list[Request], draft: Draft) -> None:
+        """One more block for each of these decoding requests."""
+        for request, block in zip(requests, self.blocks.allocate(len(requests)), strict=True):
+            draft.table_updates.append(TableUpdate(request.row, len(request.block_table), [block]))
+            request.block_table.append(block)
+            self.decoding.set_last_block(request, block)
+            self._charge(request, self.config.block_size)
 
     def _charge(self, request: Request, tokens: int) -> None:
         """Account tokens to the user, for the `fair` policy. Decode tokens are charged a block at a time."""

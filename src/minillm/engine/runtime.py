@@ -225,6 +225,7 @@ class Runtime:
         # An id that was just cancelled may live in the scheduler for one more step: the thread's own list decides.
         with contextlib.suppress(DuplicateRequestError):
             self._engine.validate(request)
+        self._engine.scheduler.prepare(request)
         return request, text
 
     def _new_id(self) -> str:
