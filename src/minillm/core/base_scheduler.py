@@ -68,9 +68,7 @@ class InFlight:
         if request.request_id in self.discarded:
             return
         self.discarded.add(request.request_id)
-        if request.decode_set is None and request not in self.last_rows:
-            return  # no decode row of this plan: the search below is worth saving
-        with suppress(ValueError):
+        with suppress(ValueError):  # it has no decode row in this plan
             row = self.decodes.index(request)
             self.discarded_rows.append(row)
             self.outputs[row] = []
