@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 PINS := $(shell { cat pyproject.toml; echo '$(TORCH)'; } | cksum | cut -d' ' -f1)
 RUN_STAMP := $(VENV)/.installed-$(PINS)
 DEV_STAMP := $(VENV)/.installed-dev-$(PINS)
+BENCH_STAMP := $(VENV)/.installed-benchmark-$(PINS)
 
 .PHONY: help
 help: ## list the targets
@@ -30,6 +31,10 @@ $(DEV_STAMP): | $(BIN)/python
 	$(BIN)/python -m pip install '$(TORCH)' -e '.[dev]'
 	@touch $@ $(RUN_STAMP)
 
+$(BENCH_STAMP): $(RUN_STAMP)
+	$(BIN)/python -m pip install '$(TORCH)' -e '.[benchmark]'
+	@touch $@
+
 .PHONY: demo
 demo: $(RUN_STAMP) ## answer a question with the built-in model
 	$(BIN)/minillm generate "What is the capital of France?" --temperature 0 --dtype float32
@@ -46,7 +51,7 @@ test: lint ## lint, type check and all tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
 .PHONY: bench-cpu
-bench-cpu: $(RUN_STAMP) ## the engine against transformers on this CPU
+bench-cpu: $(BENCH_STAMP) ## the engine against transformers on this CPU
 	$(BIN)/minillm bench cpu
 
 .PHONY: bench-scheduler

@@ -7,6 +7,7 @@ their prompts. A time is from handing over the prompts to having all tokens, pre
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,9 @@ def _measure_load(status: Callable[[str], None]) -> list[dict[str, Any]]:
     for repeat in range(LOAD_REPEATS):
         status(f"loading with {ENGINE}, {repeat + 1} of {LOAD_REPEATS}")
         rows.append(_row("load", ENGINE, repeat, seconds=float(common.run_child(LOAD_ENGINE).stdout)))
+    if importlib.util.find_spec("accelerate") is None:
+        status(f"loading with {BASELINE}: not timed, it needs accelerate for GGUF files (pip install accelerate)")
+        return rows
     status(f"loading with {BASELINE} (half a minute)")
     rows.append(_row("load", BASELINE, 0, seconds=float(common.run_child(LOAD_BASELINE, [path]).stdout)))
     return rows
