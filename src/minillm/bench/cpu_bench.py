@@ -2,7 +2,8 @@
 
 Both get the same weights, token ids and number of new tokens, greedy, with end-of-sequence ids as ordinary tokens.
 Before anything is timed, both must give the same tokens in float32. Prefix caching is off, since the rounds repeat
-their prompts. A time is from handing over the prompts to having all tokens, prefill included.
+their prompts. Each contender has a process of its own (:mod:`minillm.bench.cpu_worker` says why); they take turns.
+A time is from handing over the prompts to having all tokens, prefill included.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench import common
+from minillm.bench.cpu_worker import Worker
 from minillm.core.errors import MiniLLMError
-from minillm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from minillm.engine.runtime import Runtime
 
 MODEL = "smollm2-135m"
 ENGINE = "minillm"
@@ -152,25 +152,19 @@ def _model_path() -> Path:
 
 def _measure_speed(options: Options, status: Callable[[str], None]) -> list[dict[str, Any]]:
     """One stream, then many at once: interleaved rounds of the engine and of the baseline in each dtype."""
-    import torch
-
-    from minillm.bench import transformers_baseline
-    from minillm.models.loader import load_model
-
-    status("building the baseline")
-    decoder = load_model(MODEL, dtype="float32", device="cpu").decoder
-    baselines = {dtype: transformers_baseline.build_llama(decoder, getattr(torch, dtype)) for dtype in BASELINE_DTYPES}
-    del decoder
     prompts = _prompts(options.streams)
-    status("checking that both give the same tokens in float32")
-    _check_parity(baselines["float32"], prompts, options.new_tokens)
-
     rows: list[dict[str, Any]] = []
-    with _open(dtype="auto") as runtime:
+    with ExitStack() as stack:
+        status("starting the contenders")
+        workers = {ENGINE: stack.enter_context(Worker("engine", "auto"))}
+        for dtype in BASELINE_DTYPES:
+            workers[f"{BASELINE} {dtype}"] = stack.enter_context(Worker("transformers", dtype))
+        status("checking that both give the same tokens in float32")
+        _check_parity(workers[f"{BASELINE} float32"], prompts, options.new_tokens)
         for workload, batch in (("1 stream", prompts[:1]), (f"{options.streams} streams", prompts)):
-            contenders = {ENGINE: partial(_run_engine, runtime, batch, options.new_tokens)}
-            for dtype, model in baselines.items():
-                contenders[f"{BASELINE} {dtype}"] = partial(_run_baseline, model, batch, options.new_tokens)
+            contenders = {
+                name: partial(_count_tokens, worker, batch, options.new_tokens) for name, worker in workers.items()
+            }
             samples = common.interleaved(contenders, options.repeats, partial(_say, status, workload))
             rows += [
                 _row(workload, name, repeat, seconds=sample.seconds, tokens=sample.tokens)
@@ -180,25 +174,12 @@ def _measure_speed(options: Options, status: Callable[[str], None]) -> list[dict
     return rows
 
 
+def _count_tokens(worker: Worker, prompts: Sequence[list[int]], new_tokens: int) -> int:
+    return sum(map(len, worker.generate(prompts, new_tokens)))
+
+
 def _say(status: Callable[[str], None], workload: str, number: int, name: str) -> None:
     status(f"{workload}, {f'round {number}' if number else 'warm-up'}: {name}")
-
-
-def _run_engine(runtime: Runtime, prompts: Sequence[list[int]], new_tokens: int) -> int:
-    return sum(map(len, _engine_tokens(runtime, prompts, new_tokens)))
-
-
-def _run_baseline(model: Any, prompts: Sequence[list[int]], new_tokens: int) -> int:
-    from minillm.bench import transformers_baseline
-
-    return sum(map(len, transformers_baseline.greedy(model, prompts, new_tokens)))
-
-
-def _open(dtype: str) -> Runtime:
-    from minillm.engine.config import EngineConfig
-    from minillm.engine.runtime import Runtime
-
-    return Runtime(EngineConfig(model=MODEL, dtype=dtype, enable_prefix_caching=False))
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -210,20 +191,11 @@ def _prompts(count: int) -> list[list[int]]:
     return chat_prompts(load_tokenizer(_model_path()), questions)
 
 
-def _engine_tokens(runtime: Runtime, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    futures = [runtime.submit(prompt, params) for prompt in prompts]
-    return [future.result().raise_for_error().outputs[0].token_ids for future in futures]
-
-
-def _check_parity(model: Any, prompts: Sequence[list[int]], new_tokens: int) -> None:
-    from minillm.bench import transformers_baseline
-
-    with _open(dtype="float32") as runtime:
-        ours = _engine_tokens(runtime, prompts, new_tokens)
+def _check_parity(baseline: Worker, prompts: Sequence[list[int]], new_tokens: int) -> None:
+    with Worker("engine", "float32") as engine:
+        ours = engine.generate(prompts, new_tokens)
     for index, prompt in enumerate(prompts):
-        (theirs,) = transformers_baseline.greedy(model, [prompt], new_tokens)
-        if ours[index] != theirs:
+        if [ours[index]] != baseline.generate([prompt], new_tokens):
             raise ParityError(f"prompt {index}: the engine's float32 tokens differ from {BASELINE}'")
 
 
