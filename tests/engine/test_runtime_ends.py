@@ -34,6 +34,7 @@ from engine_fakes import (
 )
 
 from minillm.core.errors import (
+    ConfigError,
     DuplicateRequestError,
     EmptyPromptError,
     EngineDeadError,
@@ -44,6 +45,8 @@ from minillm.core.errors import (
 )
 from minillm.core.observer import Observer
 from minillm.core.sampling_params import SamplingParams
+from minillm.engine.config import EngineConfig
+from minillm.engine.engine_thread import LoaderThread
 from minillm.engine.runtime import Runtime
 
 
@@ -535,3 +538,21 @@ class TestConcurrency:
         eventually(lambda: not runtime._thread.is_alive, "the end of the thread")
         assert runtime._thread.num_live == 0
         runtime.close()
+
+
+class TestLoading:
+    def test_the_thread_that_loads_is_the_one_that_steps(self) -> None:
+        seen: list[threading.Thread] = []
+        loader = LoaderThread(lambda: seen.append(threading.current_thread()))
+        loader.result()
+        loader.go_on(lambda: seen.append(threading.current_thread()))
+        loader.join(10)
+        assert seen == [loader, loader] and not loader.is_alive()
+
+    def test_what_loading_raises_is_raised_and_the_thread_ends(self) -> None:
+        with pytest.raises(ConfigError, match="no-such-policy"):
+            Runtime(EngineConfig(model="smollm2-135m", scheduling_policy="no-such-policy"))
+        for thread in threading.enumerate():
+            if isinstance(thread, LoaderThread):
+                thread.join(10)
+        assert not [thread for thread in threading.enumerate() if isinstance(thread, LoaderThread)]

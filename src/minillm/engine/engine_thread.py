@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -87,10 +86,51 @@ class _Close:
 _Input = _Submit | _Cancel | _Call | _Close
 
 
-class EngineThread:
-    """Owns an engine and the thread that steps it. Every public method may be called from any thread."""
+class LoaderThread(threading.Thread):
+    """A thread that first loads, and then becomes the engine's thread.
 
-    def __init__(self, engine: LLMEngine, max_waiting: int | None = None) -> None:
+    OpenMP keeps workers for every thread that has called torch. Those of a thread that only loaded would stay, and
+    with more workers than cores all of them go to sleep between products: a decode step then takes a tenth longer.
+    """
+
+    def __init__(self, load: Callable[[], T]) -> None:
+        super().__init__(name="minillm-engine", daemon=True)
+        self._load = load
+        self._loaded: Future[Any] = Future()
+        self._next: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """Load; then do what comes next."""
+        try:
+            self._loaded.set_result(self._load())
+        except BaseException as error:
+            self._loaded.set_exception(error)
+            return
+        following = self._next.get()
+        if following is not None:
+            following()
+
+    def result(self) -> Any:
+        """What was loaded, or what loading raised. If the wait is interrupted, the thread ends after loading."""
+        try:
+            return self._loaded.result()
+        except BaseException:
+            self._next.put(None)
+            raise
+
+    def go_on(self, following: Callable[[], None]) -> None:
+        """Run `following` in this thread."""
+        self._next.put(following)
+
+
+class EngineThread:
+    """Owns an engine and the thread that steps it. Every public method may be called from any thread.
+
+    `loader` is the thread that loaded the engine; without it a new thread is started.
+    """
+
+    def __init__(self, engine: LLMEngine, max_waiting: int | None = None, loader: LoaderThread | None = None) -> None:
         self.engine = engine
         self._max_waiting = max_waiting
         self._inbox: SimpleQueue[_Input] = SimpleQueue()
@@ -102,9 +142,12 @@ class EngineThread:
         self._refusal: EngineDeadError | None = None
         # Engine thread only:
         self._close_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="minillm-engine", daemon=True)
+        self._thread = loader or threading.Thread(target=self._run, name="minillm-engine", daemon=True)
         _running.add(self)
-        self._thread.start()
+        if loader is not None:
+            loader.go_on(self._run)
+        else:
+            self._thread.start()
 
     # -- called from any thread ----------------------------------------------------------------------------------
 
@@ -390,7 +433,8 @@ def _copy(error: EngineDeadError) -> EngineDeadError:
     return copy
 
 
-_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_running: set[EngineThread] = set()
+"""Engines whose threads run. Copied before it is looked through: a thread that ends takes itself out."""
 
 
 def _abandon_all() -> None:

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minillm.core.errors import DuplicateRequestError, InvalidParameterError
 from minillm.core.request import Request
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
-from minillm.engine.engine_thread import EngineThread, Ticket
+from minillm.engine.engine_thread import EngineThread, LoaderThread, Ticket
 from minillm.engine.factory import EngineParts, build_engine
 from minillm.engine.inputs import Prompt
 from minillm.engine.streams import AsyncRequestStream, EventBuffer, RequestFuture, RequestStream, Sink
@@ -59,18 +60,19 @@ class Runtime:
 
         `parts` is an engine that was assembled elsewhere (another runner, a scripted one); `config` is then its own.
         """
+        loader = None
         if parts is None:
             if config is not None and options:
                 raise InvalidParameterError("config", sorted(options), "give a config or keywords, not both")
-            parts = build_engine(
-                config if config is not None else EngineConfig(**options), observer=observer, progress=progress
-            )
+            wanted = config if config is not None else EngineConfig(**options)
+            loader = LoaderThread(partial(build_engine, wanted, observer=observer, progress=progress))
+            parts = loader.result()
         self.config = parts.config
         self.model_info = parts.model_info
         self.max_model_len = parts.model_info.max_model_len
         self._inputs = parts.inputs
         self._engine = parts.engine
-        self._thread = EngineThread(parts.engine, parts.config.max_waiting)
+        self._thread = EngineThread(parts.engine, parts.config.max_waiting, loader)
         self._numbers = itertools.count(1)
         self._finalizer = weakref.finalize(self, EngineThread.request_close, self._thread)
         self._finalizer.atexit = False
