@@ -15,8 +15,9 @@ from minillm.attention.metadata import PrefillSpan
 
 IntArray = NDArray[np.int64]
 
-CALL_COST_KV_ELEMENTS = 40_000
-"""Fixed cost of one decode call (about 20 us) in K elements gathered and attended (about 0.5 ns each, bf16)."""
+CALL_COST_KV_ELEMENTS = 120_000
+"""Fixed cost of one decode call (about 60 us inside a step on two threads, a third of that alone and hot) in K elements
+gathered and attended (about 0.5 ns each, bf16)."""
 CALL_COST_SCORE_ELEMENTS = 3_500_000
 """Fixed cost of one prefill call (about 60 us) in score x head_dim products over all heads."""
 MAX_GATHER_ELEMENTS = 4 << 20
