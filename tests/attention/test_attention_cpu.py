@@ -105,7 +105,8 @@ def test_any_mixed_batch(decodes, prefills, kv_heads, ratio, head_dim, block_siz
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_lengths_that_need_several_calls(window):
+def test_lengths_that_need_several_calls(window, monkeypatch):
+    monkeypatch.setattr("minillm.attention.cpu_plan.CALL_COST_KV_ELEMENTS", 40_000)
     generator = torch.Generator().manual_seed(5)
     lens = torch.randint(1, 1500, (40,), generator=generator).tolist()
     chunks = [(600, 2000), (30, 700), (1, 900), (700, 700), (40, 40), (500, 900)]
