@@ -87,8 +87,8 @@ class SamplerState:
         `output_ids` are the tokens generated so far: they count as output for penalties. Raises
         InvalidParameterError if the parameters name an id outside the vocabulary.
         """
-        self.release(row)
         params.check_token_ids(self.vocab_size)
+        self.release(row)
         self.penalties.assign(row, params, prompt_ids, output_ids)
         self.uniforms.assign(row, seed, choice)
         self.greedy[row] = params.is_greedy or params.top_k == 1 or params.top_p == 0.0
