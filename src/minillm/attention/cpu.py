@@ -25,8 +25,9 @@ batch so that the gathered part fits the second-level cache changed nothing beyo
 
 bmm would also round bf16 scores to bf16; the fused call keeps them in fp32. The grouped queries of one KV head are
 passed as its query rows ("folded") in fp32 and from ratio 3 on; below that in half precision the fused call's own
-grouping is faster (16 x 100, two threads: 220 against 263 us at 16/8 heads, 146 against 101 at 14/2). At 9/3 heads the
-two are even by themselves, but inside a decode step of 16 rows on two threads folding takes 97 us instead of 152.
+grouping is faster (16 x 100, bf16, two threads, own grouping / folded: 220 / 263 us at 16/8 heads, 146 / 101 at 14/2).
+At 9/3 heads the two are even by themselves, but inside a decode step of 16 rows on two threads folding takes 97 us
+instead of 152.
 
 In the gathered pages the K and V of one sequence lie together, so that the thread that gathers them is mostly the one
 that attends to them: 7 to 10 % of the fused call on two threads, against all of K in front of all of V.

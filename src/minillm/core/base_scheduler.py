@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -74,7 +75,7 @@ class InFlight:
             self.outputs[row] = []
 
 
-class BaseScheduler:
+class BaseScheduler(ABC):
     """Common state and lifecycle; see the module's text."""
 
     def __init__(
@@ -224,9 +225,9 @@ class BaseScheduler:
             self.blocks.lift_quarantine(step)
         self.blocks.reset_prefix_cache()  # what the failed step wrote is not known
 
+    @abstractmethod
     def schedule(self, now: float) -> StepPlan | NoPlan:
         """The next step's plan (see the concrete scheduler)."""
-        raise NotImplementedError
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
