@@ -77,10 +77,12 @@ def test_cached_prefixes_and_seeds_change_nothing(llama: Path) -> None:
         assert tokens(llm, seeded) == drawn
 
 
-def test_auto_takes_the_gpu_in_bfloat16_and_sizes_the_pool_from_its_memory(llama: Path) -> None:
+def test_auto_takes_the_gpu_in_bfloat16_and_sizes_the_pool_from_its_memory(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, head_dim=128, num_key_value_heads=4)
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    block = 2 * 3 * 2 * 16 * 2 * 4096
-    with LLM(str(llama), block_size=4096, gpu_memory_utilization=0.5, swap_space=0.05) as llm:
+    block = 2 * 3 * 4 * 128 * 2 * 128  # bytes of 128 tokens in 3 layers
+    with LLM(str(folder), block_size=128, gpu_memory_utilization=0.5, swap_space=0.05) as llm:
         info = llm.runtime.model_info
         assert (info.device, info.dtype) == ("cuda:0", "bfloat16")
         used = torch.cuda.mem_get_info()[0]

@@ -144,23 +144,44 @@ class CudaKernels:
 
     def __init__(self, cache: PagedKVCache, *, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
         """Compiles nothing yet: the runner's first pass does, or the disk cache has it."""
-        from minillm.attention import cuda_decode, cuda_prefill, cuda_simple
-        from minillm.attention.cuda_build import device_arch
+        from minillm.attention import cuda_simple
+        from minillm.attention.cuda_build import arch_of
         from minillm.memory import cuda_kv_ops
 
         spec = cache.spec
-        arch = device_arch(cache.device)
+        arch = arch_of(torch.cuda.get_device_capability(cache.device))
         fits = (spec.dtype, spec.head_dim, spec.block_size, arch)
         shape = (num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.dtype)
         self.write_kv = cuda_kv_ops.write_kv
         self._simple = cuda_simple.paged_attention_simple
-        self._paged_decode, self._paged_prefill = cuda_decode.paged_decode, cuda_prefill.paged_prefill
         self._decode_plan = self._prefill_plan = None
-        if cuda_decode.supports(*fits):
-            self._decode_plan = cuda_decode.DecodePlan(cache.device, max_num_seqs, max_model_len, *shape)
-        if cuda_prefill.supports(*fits):
-            self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
+        try:
+            from minillm.attention import cuda_decode
+
+            self._paged_decode = cuda_decode.paged_decode
+            if cuda_decode.supports(*fits):
+                self._decode_plan = cuda_decode.DecodePlan(cache.device, max_num_seqs, max_model_len, *shape)
+        except ImportError:
+            pass
+        try:
+            from minillm.attention import cuda_prefill
+
+            self._paged_prefill = cuda_prefill.paged_prefill
+            if cuda_prefill.supports(*fits):
+                self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
+        except ImportError:
+            pass
         self._meta: CudaMetadata | None = None
+
+    @property
+    def decode_is_tuned(self) -> bool:
+        """Whether decode rows go through the tuned kernel."""
+        return self._decode_plan is not None
+
+    @property
+    def prefill_is_tuned(self) -> bool:
+        """Whether prefill chunks go through the tuned kernel."""
+        return self._prefill_plan is not None
 
     def plan(self, meta: CudaMetadata) -> None:
         """Let the tuned kernels plan the step."""
