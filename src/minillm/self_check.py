@@ -2,8 +2,8 @@
 
 Greedy and in float32. The reference is one prompt at a time, computed whole, on the CPU. Against it: all at once, in
 chunks of at most 64 tokens a step, under memory pressure with swapping and with recomputing, a second time over the
-prefix cache, and transformers' `generate` on the same weights. With a GPU all ways run there, one at a time too. A way that did not do what it is there for (no preemption, no cache
-hit) is a failure too: it checked nothing.
+prefix cache, and transformers' `generate` on the same weights. With a GPU all ways run there, one at a time too. A way
+that did not do what it is there for (no preemption, no cache hit) is a failure too: it checked nothing.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def run_self_check(status: Callable[[str], None] = lambda _: None, device: str =
     status(first.name)
     result, reference = _run(first, on_cpu, tokenizer, prompts, [])
     yield result
-    model, ways = on_cpu, WAYS[1:]
+    model, ways = on_cpu, list(WAYS[1:])
     if device != "cpu":
-        model, ways = load_model(MODEL, dtype="float32", device=device), WAYS
+        model, ways = load_model(MODEL, dtype="float32", device=device), list(WAYS)
     for way in ways:
         name = f"{way.name}, {device}"
         status(name)

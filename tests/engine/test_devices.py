@@ -89,6 +89,4 @@ def test_the_pool_takes_what_is_left_of_the_share() -> None:
 @pytest.mark.parametrize("utilization", [0.1, 0.25, 0.259])
 def test_a_share_that_leaves_no_room_is_refused_with_what_takes_it(utilization: float) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.\d+ of 100\.00 GiB.*20\.00 GiB.*5\.00 GiB"):
-        pool_blocks(
-            total=100 * GIB, in_use=20 * GIB, peak=5 * GIB, utilization=utilization, bytes_per_block=GIB // 2
-        )
+        pool_blocks(total=100 * GIB, in_use=20 * GIB, peak=5 * GIB, utilization=utilization, bytes_per_block=GIB // 2)

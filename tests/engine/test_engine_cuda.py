@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from engine_fakes import idle_state
-from model_folders import save_tiny_model
 
 from minillm import LLM, EngineConfig, Runtime, SamplingParams
 from minillm.core.errors import ConfigError, EngineDeadError
 from minillm.engine.factory import build_engine
+from model_folders import save_tiny_model
 
 pytestmark = pytest.mark.cuda
 
@@ -94,7 +94,7 @@ def test_auto_takes_the_gpu_in_bfloat16_and_sizes_the_pool_from_its_memory(tmp_p
 
 
 def test_too_small_a_share_and_too_many_blocks_are_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory_utilization=0.0001"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.0001"):
         make(llama, num_gpu_blocks_override=None, gpu_memory_utilization=0.0001)
     with pytest.raises(ConfigError, match="num_blocks=1000000000"):
         make(llama, num_gpu_blocks_override=10**9)

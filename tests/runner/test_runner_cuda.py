@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference_kernels import ReferenceKernels
 from step_loop import VOCAB, Loop, decoder_of, prompt, tiny_reference, wide_head_reference, windowed_reference
 
 from minillm.core.errors import KernelLaunchError
 from minillm.core.plan import NoPlan
 from minillm.runner.pytorch_model_runner import NOT_FINITE, PROMPT_LOGPROB_SLICE
 from minillm.runner.sampler import Sampler
+from reference_kernels import ReferenceKernels
 
 LENGTHS = [1, 7, 8, 9, 15, 16, 17, 24, 31, 40]
 NEW = 20
@@ -346,10 +346,13 @@ def test_the_cuts_without_waiting_give_the_tokens_of_the_cpus_cuts(device, kind)
         logits = (logits * 2).round() / 2
         logits[0] = 0.0
     top_k = torch.randint(1, vocab, (rows,), generator=generator) if kind in ("top_k", "both") else None
+    top_p = torch.ones(rows, dtype=torch.float64)
+    if kind != "top_k":
+        top_p = torch.rand(rows, dtype=torch.float64, generator=generator)
     params = DrawParams(
         temperature=torch.full((rows,), 0.9),
         min_p=torch.zeros(rows),
-        top_p=torch.rand(rows, dtype=torch.float64, generator=generator) if kind != "top_k" else torch.ones(rows).double(),
+        top_p=top_p,
         top_k=top_k if top_k is not None else torch.full((rows,), vocab),
         uniform=torch.rand(rows, dtype=torch.float64, generator=generator),
         any_min_p=False,

@@ -93,9 +93,7 @@ def make_step(
         [np.arange(len(t), dtype=np.int64) + row * attention.table_width for row, t in zip(rows, tables, strict=True)]
     )
     upload = upload_to(DEVICE)
-    attention.update_tables(
-        upload(positions), upload(np.array([block for t in tables for block in t], dtype=np.int32))
-    )
+    attention.update_tables(upload(positions), upload(np.array([block for t in tables for block in t], dtype=np.int32)))
     slots = [
         table[at // block_size] * block_size + at % block_size
         for table, query, context in zip(tables, queries, contexts, strict=True)

@@ -127,7 +127,7 @@ class PinnedUpload:
         return staged.copy_(source).to(self._device, non_blocking=True, copy=True)
 
     def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Views of one buffer that stays at its place on the device and is overwritten, in stream order, by each call."""
+        """Views of one buffer that keeps its place on the device; each call overwrites it, in stream order."""
         sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         offsets, end = [], 0
         for source in sources:

@@ -96,4 +96,3 @@ class CudaBatchBuilder:
         self._updates.clear()
         unique, last = np.unique(positions[::-1], return_index=True)
         return unique, values[::-1][last]
-

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minillm.core.errors import KernelLaunchError
+from minillm.core.errors import KernelBuildError, KernelLaunchError
 from minillm.memory.staging import HostUpload, PinnedUpload, Upload, to_pinned
 
 Mark = Any
@@ -110,10 +110,13 @@ def step_device(device: torch.device) -> StepDevice:
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Whether the error is the device's, not one row's: after it nothing on the device can be relied on.
+    """Whether the error is the device's, not one row's: it would come again for every row.
 
-    A kernel's fault is reported by whichever call comes next, and by all that follow.
+    After a kernel's fault nothing on the device can be relied on; whichever call comes next reports it, and all that
+    follow do. A kernel that cannot be built is missing to every row.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, torch.AcceleratorError | KernelLaunchError) or "CUDA error" in str(error)
+    return isinstance(error, torch.AcceleratorError | KernelBuildError | KernelLaunchError) or "CUDA error" in str(
+        error
+    )

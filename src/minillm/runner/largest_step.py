@@ -10,7 +10,7 @@ import torch
 
 from minillm.core.plan import DecodeBatch, PrefillChunk, RowAssignment, StepPlan, TableUpdate
 from minillm.core.sampling_params import SamplingParams
-from minillm.runner.pytorch_model_runner import PyTorchModelRunner
+from minillm.runner.pytorch_model_runner import NO_TOKEN, NOT_FINITE, PyTorchModelRunner
 
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, prompt_logprobs=1, frequency_penalty=0.1)
 """What needs most memory in sampling."""
@@ -50,14 +50,21 @@ def largest_decode(max_num_seqs: int) -> StepPlan:
 def run_largest_step(
     runner: PyTorchModelRunner, *, max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int
 ) -> None:
-    """Run both steps; block 0 is zeros again afterwards, and rows are as good as unassigned."""
+    """Run both steps; block 0 is zeros again afterwards, and rows are unassigned.
+
+    Raises RuntimeError if a row failed with an exception (out of memory, say); numbers that are not finite are no
+    matter here.
+    """
     for plan in (
         largest_prefill(max_num_seqs, max_tokens, max_model_len, block_size),
         largest_decode(max_num_seqs),
     ):
         handle = runner.forward(plan)
         runner.sample(handle)
-        runner.collect(handle)
+        failures = runner.collect(handle).failures.values()
+        error = next((text for text in failures if text not in (NOT_FINITE, NO_TOKEN)), None)
+        if error is not None:
+            raise RuntimeError(f"a step of {plan.num_tokens} tokens and {max_num_seqs} sequences: {error}")
     runner.cache.clear_slots(torch.arange(block_size))
     for row in range(max_num_seqs):
         runner.sampler.state.release(row)

@@ -33,8 +33,14 @@ class LogprobTensors:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> LogprobTensors:
         """The same with each tensor replaced by `move` of it."""
-        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        return LogprobTensors(*map(move, columns), self.num_top)
+        return LogprobTensors(
+            token_ids=move(self.token_ids),
+            logprobs=move(self.logprobs),
+            ranks=move(self.ranks),
+            top_ids=move(self.top_ids),
+            top_logprobs=move(self.top_logprobs),
+            num_top=self.num_top,
+        )
 
     def to_list(self) -> list[TokenLogprobs]:
         """On the host, one entry per position; waits for the device."""

@@ -298,6 +298,7 @@ class Sampler:
         )
         return _Group(positions, rows, self._upload(positions), params, few, int(top_k.max()))
 
+
 def _take(tensor: Tensor, positions: np.ndarray, where: Tensor) -> Tensor:
     """Rows `positions` of the tensor (`where`: the same on its device); no copy if they are all of them."""
     return tensor if len(positions) == len(tensor) else tensor.index_select(0, where)
