@@ -47,8 +47,8 @@ paged_prefill(const T* __restrict__ q, i64 q_token_stride, const T* __restrict__
                 const bool valid = key <= last_key;
                 const i64 block = valid ? table[key >> block_shift] : 0;
                 const int slot = head * block_size + (key & (block_size - 1));
-                cp_async16(dst + row * kRow + i % kVectors * 16, cache + block * block_stride + slot * D + i % kVectors * 8,
-                           valid);
+                const T* src = cache + block * block_stride + slot * D + i % kVectors * 8;
+                cp_async16(dst + row * kRow + i % kVectors * 16, src, valid);
             }
             cp_async_commit();
         };
@@ -107,7 +107,8 @@ paged_prefill(const T* __restrict__ q, i64 q_token_stride, const T* __restrict__
             }
         }
         cp_async_wait<0>();
-        store_rows<T, D>(o, rows, work, {out, partial, partial_lse, kTileRows}, head, num_kv_heads, group, tile_row, kTileRows, exponent_scale);
+        const PrefillOutput<T> to{out, partial, partial_lse, kTileRows};
+        store_rows<T, D>(o, rows, work, to, head, num_kv_heads, group, tile_row, kTileRows, exponent_scale);
         __syncthreads();
     }
 }

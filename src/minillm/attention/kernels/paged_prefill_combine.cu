@@ -11,8 +11,8 @@ struct PrefillSplit {
 template <typename T, int D>
 __global__ void __launch_bounds__(256)
 paged_prefill_combine(T* __restrict__ out, const float* __restrict__ partial,
-                      const float* __restrict__ partial_lse, const PrefillSplit* __restrict__ splits, int num_kv_heads, int group,
-                      int tile_rows) {
+                      const float* __restrict__ partial_lse, const PrefillSplit* __restrict__ splits,
+                      int num_kv_heads, int group, int tile_rows) {
     const PrefillSplit split = splits[blockIdx.x];
     const int head = blockIdx.y, lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < tile_rows && split.row0 + row < split.rows; row += 8) {

@@ -86,7 +86,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 const int* table = block_tables + w.sequence * table_stride;
                 const int first = w.first_tile<N>(group, window), end = ceil_div(w.key_end, N);
                 auto block_of = [&](int n) {
-                    return lane < pages && n >= 0 ? table[min((n * N + lane * box_rows) >> block_shift, last_block)] : 0;
+                    return lane < pages ? table[min((n * N + lane * box_rows) >> block_shift, last_block)] : 0;
                 };
                 int block = block_of(end - 1);
                 auto load_k = [&](int n) {
@@ -127,7 +127,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 work_smem[0] = -1;
                 mbarrier_arrive(work_full);
                 mbarrier_arrive(q_full);
-                if (atomicAdd(&counters[1], 1) == gridDim.x - 1) {  // the last block leaves the counters as it found them
+                // The last block leaves the counters as it found them.
+                if (atomicAdd(&counters[1], 1) == gridDim.x - 1) {
                     counters[0] = 0;
                     counters[1] = 0;
                 }
@@ -145,7 +146,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 const int* table = block_tables + w.sequence * table_stride;
                 const int first = w.first_tile<N>(group, window), end = ceil_div(w.key_end, N);
                 auto block_of = [&](int n) {
-                    return lane < pages && n >= 0 ? table[min((n * N + lane * box_rows) >> block_shift, last_block)] : 0;
+                    return lane < pages ? table[min((n * N + lane * box_rows) >> block_shift, last_block)] : 0;
                 };
                 int block = block_of(end - 1);
                 for (int n = end - 1; n >= first; --n) {
@@ -215,7 +216,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
 
             auto softmax = [&](int n, float (&shrink)[2]) {
                 if constexpr (SoftCap) soft_cap<N>(s, score_scale);
-                if (n * N + N - 1 > pos_low || (window > 0 && n * N <= pos_high - window)) rows.mask<N>(s, n * N, window);
+                if (n * N + N - 1 > pos_low || (window > 0 && n * N <= pos_high - window))
+                    rows.mask<N>(s, n * N, window);
                 rows.weigh<N, CubicEvery>(s, exponent_scale, shrink);
             };
             auto pack = [&]() {
@@ -236,8 +238,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 if (end - 1 == first) release(q_empty);
                 softmax(end - 1, shrink);
                 pack();
+                if (end - 1 > first) mbarrier_wait(k_full(kr.stage), kr.phase);
                 for (int n = end - 2; n >= first; --n) {
-                    mbarrier_wait(k_full(kr.stage), kr.phase);
                     turn_wait();
                     wgmma_pin(s);
                     wgmma_pin(o);
@@ -252,6 +254,11 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                     kr.next();
                     if (n == first) release(q_empty);
                     softmax(n, shrink);
+                    // This branch also keeps ptxas from moving the wait below to before the softmax, which is to run
+                    // beside the second product.
+                    wgmma_pin(s);
+                    wgmma_pin(rows.sum);
+                    if (n > first) mbarrier_wait(k_full(kr.stage), kr.phase);
                     wgmma_wait<0>();
                     wgmma_pin(o);
                     release(v_empty(vr.stage));
@@ -274,7 +281,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 release(q_empty);
             }
 
-            store_rows<T, D>(o, rows, w, {out, partial, partial_lse, rows_per_tile}, head, num_kv_heads, group, tile_row, rows_per_tile, exponent_scale);
+            const PrefillOutput<T> to{out, partial, partial_lse, rows_per_tile};
+            store_rows<T, D>(o, rows, w, to, head, num_kv_heads, group, tile_row, rows_per_tile, exponent_scale);
         }
     }
 }
