@@ -11,7 +11,6 @@ the reason that the request has when it runs alone.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
@@ -627,16 +626,16 @@ class Simulation:
                 node = node.parent
             value = known[node] if node in known else self._root_kv(node)
             for node in reversed(chain):
-                for token in array("i", node.key.token_bytes):
+                for token in self.scheduler.prefix_cache.token_ids(node):
                     value = hash((value, token))
                 known[node] = value
             if memory[block * size + size - 1] != known[entry]:
                 raise SimulationFailure(f"cached block {block} does not hold the KV of its tokens")
 
     def _root_kv(self, root: CachedBlock) -> int:
-        if root.key.token_bytes not in self.roots:
-            raise SimulationFailure(f"a cached chain hangs on unknown extra keys {root.key.token_bytes!r}")
-        return self.roots[root.key.token_bytes]
+        if root.key not in self.roots:
+            raise SimulationFailure(f"a cached chain hangs on unknown extra keys {root.key!r}")
+        return self.roots[root.key]
 
     def _check_idle(self) -> None:
         self.check()

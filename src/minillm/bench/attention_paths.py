@@ -222,13 +222,23 @@ class TunedPrefill:
 
         self.batch = batch
         self._attend = paged_prefill
-        self._plan = PrefillPlan.for_shape(batch)
+        shape = batch.shape
+        self._plan = PrefillPlan(
+            batch.device,
+            len(batch.tables),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            shape.dtype,
+        )
+        self._starts = batch.query_start.tolist()
         self.out = batch.new_output()
         self.plan()
 
     def plan(self) -> None:
         """Divide the step's query rows among the CTAs."""
-        self._plan.update(self.batch.query_start, self.batch.seq_lens)
+        self._plan.update(self._starts, self.batch.context_lens)
 
     def run(self, layer: int) -> Tensor:
         """See :class:`AttentionPath`."""
@@ -266,8 +276,9 @@ def direct_path(batch: AttentionBatch) -> AttentionPath:
 
 def device_arch(device: torch.device) -> str:
     """The architecture that kernels are compiled for on `device`, as in 'sm_90a'."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    from minillm.attention.cuda_build import arch_of
+
+    return arch_of(torch.cuda.get_device_capability(device))
 
 
 def copy_tokens(batch: AttentionBatch, layer: int) -> tuple[Tensor, Tensor]:

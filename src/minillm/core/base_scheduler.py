@@ -11,8 +11,8 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from minillm.core.block_manager import KVBlockManager, SwapPool, blocks_for
 from minillm.core.config import SchedulerConfig
@@ -64,15 +64,21 @@ class InFlight:
     discarded_rows: list[int] = field(default_factory=list)
     """Indices of their decode rows."""
 
-    def discard(self, request: Request) -> None:
-        """The request's rows in this plan count for nothing."""
+    def discard(self, request: Request, *, may_decode: bool = True) -> None:
+        """The request's rows in this plan count for nothing. `may_decode=False`: it has no decode row here."""
         if request.request_id in self.discarded:
             return
         self.discarded.add(request.request_id)
-        with suppress(ValueError):  # it has no decode row in this plan
-            row = self.decodes.index(request)
-            self.discarded_rows.append(row)
-            self.outputs[row] = []
+        if not may_decode:
+            return
+        row = request.decode_index
+        if not (0 <= row < len(self.decodes) and self.decodes[row] is request):
+            try:
+                row = self.decodes.index(request)  # it has moved in the decode set since
+            except ValueError:
+                return
+        self.discarded_rows.append(row)
+        self.outputs[row] = []
 
 
 class BaseScheduler(ABC):
@@ -276,7 +282,7 @@ class BaseScheduler(ABC):
         """Decode rows in the usual case: no failure, no logprobs. The hot path: the loops over rows run in C."""
         batch = record.plan.decodes
         requests, ids, indices = record.decodes, batch.request_ids, batch.output_indices
-        tokens = [row[0] for row in token_ids[: len(requests)]]
+        tokens = list(map(itemgetter(0), token_ids[: len(requests)]))
         deque(map(list.append, record.outputs, tokens), maxlen=0)
         if record.discarded_rows:
             requests, ids, indices = list(requests), list(ids), list(indices)
@@ -286,10 +292,9 @@ class BaseScheduler(ABC):
         self._events.tokens.extend(ids, indices, tokens)
         self.counters.generated_tokens += len(tokens)
         stop_ids = self._stop_ids
-        if not stop_ids.keys().isdisjoint(tokens):
-            for row in [row for row, token in enumerate(tokens) if token in stop_ids]:
-                if tokens[row] in requests[row].stop_ids:
-                    self._end_by_token(requests[row], now)
+        for row in [row for row, token in enumerate(tokens) if token in stop_ids]:
+            if tokens[row] in requests[row].stop_ids:
+                self._end_by_token(requests[row], now)
         for request in record.last_rows:
             if not self._is_void(request, record):
                 self._end_by_token(request, now)
@@ -449,8 +454,10 @@ class BaseScheduler(ABC):
         self._events.finished.append(FinishEvent(request.request_id, finish_reason, error))
 
     def _discard_rows_in_flight(self, request: Request) -> None:
+        # Whoever ends by length left the decode set with its last row; once that has committed, none is in flight.
+        may_decode = request.decode_index >= 0 or any(request in record.last_rows for record in self._in_flight)
         for record in self._in_flight:
-            record.discard(request)
+            record.discard(request, may_decode=may_decode)
 
     def leave_running(self, request: Request) -> None:
         """Give up row and blocks. Rows of plans in flight that belong to the request count for nothing."""

@@ -99,6 +99,21 @@ class UnsupportedModelError(ModelLoadError):
     """The architecture is one that this runtime refuses, with the reason."""
 
 
+class KernelBuildError(MiniLLMError):
+    """A CUDA kernel could not be compiled or loaded; `log` is the compiler's whole output, if it ran."""
+
+    def __init__(self, kernel: str, reason: str, advice: str, log: str = "") -> None:
+        super().__init__(f"CUDA kernel {kernel}: {reason}. {advice}")
+        self.kernel = kernel
+        self.log = log
+        if log:
+            self.add_note(log)
+
+
+class KernelLaunchError(MiniLLMError, RuntimeError):
+    """The driver refused to launch a kernel."""
+
+
 class BlockAllocationError(MiniLLMError):
     """The block pool cannot serve an allocation; nothing was changed."""
 

@@ -1,9 +1,10 @@
 """Prefix cache: full KV blocks, found again by the tokens that lead up to them.
 
-A block's key is a digest chain: BLAKE2b-128 over the parent's digest and the block's token ids in fixed width; the
-chain starts from tagged extra keys (the cache salt today), so equal tokens under different salts never meet. A digest
-only finds the candidate: a hit also needs equal token bytes and the *same parent entry*, so by induction the whole
-prefix is compared and not even a constant hash function can mix up two prefixes.
+A block's key is its token ids in fixed width followed by a digest chain: BLAKE2b-128 over the parent's digest and
+those ids; the chain starts from tagged extra keys (the cache salt today), so equal tokens under different salts never
+meet. The digest only finds the candidate: looking up the key compares the tokens, and a hit also needs the *same
+parent entry*, so by induction the whole prefix is compared and not even a constant hash function can mix up two
+prefixes. (Tokens and digest are one bytes object since a step touches thousands of keys that lie cold in memory.)
 
 Entries form a forest. An entry whose block nobody references is *evictable*; eviction takes the least recently used
 leaf, so a prefix outlives its extensions. The cache never owns a reference: :class:`KVBlockManager` counts them and
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from minillm.core.request import Request
@@ -40,16 +41,6 @@ def extra_keys(request: Request) -> bytes:
     return repr(tagged).encode()
 
 
-class BlockKey(NamedTuple):
-    """What a full block is looked up by."""
-
-    digest: bytes
-    token_bytes: bytes
-
-
-_new_key = tuple.__new__  # BlockKey's own constructor is a Python function and costs four times as much
-
-
 class CachedBlock:
     """One cached full block, or the root of a salt's forest (block -1)."""
 
@@ -67,8 +58,9 @@ class CachedBlock:
         "referenced",
     )
 
-    def __init__(self, key: BlockKey, parent: CachedBlock | None, block: int) -> None:
+    def __init__(self, key: bytes, parent: CachedBlock | None, block: int) -> None:
         self.key = key
+        """Token ids as little-endian int32, then the digest; of a root its extra keys."""
         self.parent = parent
         self.block = block
         self.num_children = 0
@@ -116,7 +108,7 @@ class PrefixCache:
         self.enabled = enabled
         self.counters = PrefixCacheCounters()
         self._hash_fn = hash_fn
-        self._pack = Struct(f"<{block_size}i").pack
+        self._token_struct = Struct(f"<{block_size}i")
         self._index: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._roots: dict[bytes, CachedBlock] = {}
@@ -143,7 +135,11 @@ class PrefixCache:
 
     # -- keys ---------------------------------------------------------------------------------------------------
 
-    def extend_keys(self, request: Request, num_blocks: int) -> list[BlockKey]:
+    def token_ids(self, entry: CachedBlock) -> tuple[int, ...]:
+        """The token ids of an entry's block (no root has any)."""
+        return self._token_struct.unpack_from(entry.key)
+
+    def extend_keys(self, request: Request, num_blocks: int) -> list[bytes]:
         """The request's keys, computed once and kept, for at least its first `num_blocks` full blocks."""
         keys = request.block_keys
         if len(keys) >= num_blocks:
@@ -152,12 +148,12 @@ class PrefixCache:
         size = self.block_size
         end = max(num_blocks, request.num_tokens // size) * size
         ids = request.token_ids(len(keys) * size, end)
-        digest = keys[-1].digest if keys else self._root_digest(extra_keys(request))
-        hash_fn, pack = self._hash_fn, self._pack
+        hash_fn, pack, width = self._hash_fn, self._token_struct.pack, self._token_struct.size
+        digest = keys[-1][width:] if keys else self._root_digest(extra_keys(request))
         for start in range(0, len(ids), size):
             token_bytes = pack(*ids[start : start + size])
             digest = hash_fn(digest, token_bytes)
-            keys.append(_new_key(BlockKey, (digest, token_bytes)))
+            keys.append(token_bytes + digest)
         return keys
 
     @staticmethod
@@ -175,9 +171,10 @@ class PrefixCache:
         parent = self._roots.get(extra_keys(request))
         if parent is None:
             return found
-        for digest, token_bytes in self.extend_keys(request, max_blocks)[:max_blocks]:
-            entry = self._index.get(digest)
-            if entry is None or entry.parent is not parent or entry.key.token_bytes != token_bytes or entry.quarantined:
+        index = self._index
+        for key in self.extend_keys(request, max_blocks)[:max_blocks]:
+            entry = index.get(key)
+            if entry is None or entry.parent is not parent or entry.quarantined:
                 break
             found.append(entry)
             parent = entry
@@ -192,16 +189,22 @@ class PrefixCache:
         chain = request.published
         if not self.enabled or len(chain) != block_index:
             return
-        keys = request.block_keys
-        if len(keys) <= block_index:
-            self.extend_keys(request, block_index + 1)
-        key = keys[block_index]
         parent = chain[-1] if chain else self._root(extra_keys(request))
         if parent.dead:
             return
-        entry = self._index.get(key.digest)
+        keys = request.block_keys
+        start = block_index * self.block_size - request.prompt_len
+        if block_index < len(keys):
+            key = keys[block_index]
+        elif start >= 0 and chain:  # filled by decoding, the hot path: the chain has the parent's digest
+            tokens = self._token_struct
+            token_bytes = tokens.pack(*request.generated_ids[start : start + self.block_size])
+            key = token_bytes + self._hash_fn(parent.key[tokens.size :], token_bytes)
+        else:
+            key = self.extend_keys(request, block_index + 1)[block_index]
+        entry = self._index.get(key)
         if entry is not None:
-            if entry.parent is parent and entry.key.token_bytes == key.token_bytes:
+            if entry.parent is parent:
                 chain.append(entry)
             return
         entry = CachedBlock(key, parent, block)
@@ -210,7 +213,7 @@ class PrefixCache:
             sibling.previous_sibling = entry
         parent.first_child = entry
         parent.num_children += 1
-        self._index[key.digest] = entry
+        self._index[key] = entry
         self._by_block[block] = entry
         chain.append(entry)
         self.counters.published += 1
@@ -218,7 +221,7 @@ class PrefixCache:
     def _root(self, extra: bytes) -> CachedBlock:
         root = self._roots.get(extra)
         if root is None:
-            root = self._roots[extra] = CachedBlock(BlockKey(self._root_digest(extra), extra), None, -1)
+            root = self._roots[extra] = CachedBlock(extra, None, -1)
         return root
 
     # -- references come and go (called by KVBlockManager) ------------------------------------------------------
@@ -287,15 +290,18 @@ class PrefixCache:
 
     def _take_oldest_leaf(self) -> CachedBlock | None:
         leaves, bared = self._leaves, self._bared
-        while leaves and not self._is_current(leaves[0]):
-            heapq.heappop(leaves)
-        if bared is not None:
-            if not bared.evictable or bared.num_children:
-                self._bared = None
-            elif not leaves or bared.last_used < leaves[0][0]:
+        if bared is not None and (bared.num_children or not bared.evictable):
+            bared = self._bared = None
+        while True:
+            # Also a stale item bounds the age of all behind it: so mostly the heap is not touched.
+            if bared is not None and (not leaves or bared.last_used < leaves[0][0]):
                 self._bared = None
                 return bared
-        return heapq.heappop(leaves)[2] if leaves else None
+            if not leaves:
+                return None
+            item = heapq.heappop(leaves)
+            if self._is_current(item):
+                return item[2]
 
     def _take_oldest_inner(self) -> CachedBlock:
         """The least recently used evictable entry, where none is a leaf.
@@ -317,7 +323,7 @@ class PrefixCache:
             self.num_evictable -= 1
             self.counters.evictions += 1
         entry.dead = True
-        del self._index[entry.key.digest]
+        del self._index[entry.key]
         del self._by_block[entry.block]
         parent = entry.parent
         assert parent is not None
@@ -326,7 +332,7 @@ class PrefixCache:
             return
         if parent.parent is None:
             parent.dead = True
-            del self._roots[parent.key.token_bytes]
+            del self._roots[parent.key]
         elif parent.evictable:
             if self._bared is None:
                 self._bared = parent

@@ -11,7 +11,7 @@ from minillm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minillm.core.decode_set import DecodeSet
-    from minillm.core.prefix_cache import BlockKey, CachedBlock
+    from minillm.core.prefix_cache import CachedBlock
 
 
 class RequestState(Enum):
@@ -178,7 +178,7 @@ class Request:
         self.row = -1
         self.published: list[CachedBlock] = []
         """The chain of prefix-cache entries for this sequence's first full blocks (hits and own publications)."""
-        self.block_keys: list[BlockKey] = []
+        self.block_keys: list[bytes] = []
         """Prefix-cache keys of the first full blocks, computed once."""
         self.prompt_scored = 0
         """Prompt positions whose logprobs were delivered (position 0 has none and counts)."""

@@ -166,7 +166,8 @@ class ContinuousScheduler(BaseScheduler):
         outranks = any(priority > head.priority for priority in self.running_priorities)
         if not (swapped or outranks):
             return True
-        rows_short, blocks_short = self._rows_short(head), self._blocks_short(head, self._decode_demand())
+        rows_short = self._rows_short(head)
+        blocks_short = self._blocks_short(head, self._reusable(head), self._decode_demand())
         if rows_short <= 0 and blocks_short <= 0:
             return not (self._in_flight and swapped)
         victims = self._victims_for(head, rows_short, blocks_short) if outranks else []
@@ -216,13 +217,15 @@ class ContinuousScheduler(BaseScheduler):
         """Rows that are missing for the request to be admitted or resumed now; <= 0 is enough."""
         return len(request.members) - len(self._free_rows)
 
-    def _blocks_short(self, request: Request, demand: int, *, watermark: bool = True) -> int:
+    def _blocks_short(
+        self, request: Request, entries: list[CachedBlock], demand: int, *, watermark: bool = True
+    ) -> int:
         """Blocks that are missing for the request to be admitted or resumed now; <= 0 is enough.
 
         Counted are all its committed tokens, also where only a part of them was swapped out: what comes back must be
-        able to go on. `demand`: blocks that this step's decodes have still to take.
+        able to go on. `entries`: what it can take over (:meth:`_reusable`); `demand`: blocks that this step's decodes
+        have still to take.
         """
-        entries = self._reusable(request)
         needed = self._blocks_for(request.num_tokens) - len(entries)
         revived = sum(1 for entry in entries if not entry.referenced)
         room = self.blocks.num_available - revived - demand - self._reserved()
@@ -277,7 +280,9 @@ class ContinuousScheduler(BaseScheduler):
             if head is None or head.state is not RequestState.SWAPPED or head.request_id in draft.preempted:
                 return
             watermark = draft.room_made_for is not head
-            if self._rows_short(head) > 0 or self._blocks_short(head, self._decode_demand(), watermark=watermark) > 0:
+            entries = self._reusable(head)
+            blocks_short = self._blocks_short(head, entries, self._decode_demand(), watermark=watermark)
+            if self._rows_short(head) > 0 or blocks_short > 0:
                 return
             self._swap_in(head, draft, now)
 
@@ -447,7 +452,8 @@ class ContinuousScheduler(BaseScheduler):
                 reason = f"{len(head.members)} sequence slots, {len(self._free_rows)} free"
                 self._note_wait(head, "slots", reason, now)
                 return
-            blocks_short = self._blocks_short(head, 0, watermark=draft.room_made_for is not head)
+            entries = self._reusable(head)
+            blocks_short = self._blocks_short(head, entries, 0, watermark=draft.room_made_for is not head)
             if blocks_short > 0:
                 reason = f"{blocks_short} more KV blocks, {self.blocks.num_available} available"
                 self._note_wait(head, "blocks", reason, now)
@@ -455,10 +461,9 @@ class ContinuousScheduler(BaseScheduler):
             if head.state is RequestState.SWAPPED:
                 self._note_wait(head, "drain", "the step in flight, to be swapped in after it", now)
                 return
-            self._admit_one(head, draft, now)
+            self._admit_one(head, entries, draft, now)
 
-    def _admit_one(self, request: Request, draft: Draft, now: float) -> None:
-        entries = self._match(request)
+    def _admit_one(self, request: Request, entries: list[CachedBlock], draft: Draft, now: float) -> None:
         again = request.started
         self.blocks.adopt_cached(request, entries)
         request.kv_tokens = len(entries) * self.config.block_size

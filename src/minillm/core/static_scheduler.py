@@ -33,7 +33,7 @@ class StaticScheduler(ContinuousScheduler):
                 break
             if self.running and not self._fits_at_full_length(head):
                 break
-            self._admit_one(head, draft, now)
+            self._admit_one(head, self._match(head), draft, now)
         self._forming = False
         if head := self.waiting.head():
             self._note_wait(head, "batch", "the running batch to end", now)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-from minillm.core.errors import ConfigError, ModelLoadError, shorten
+from minillm.core.errors import ModelLoadError, shorten
+from minillm.core.paths import cache_dir
 
 Progress = Callable[[str], None]
 
@@ -74,20 +75,6 @@ class CachedModel:
     path: Path
     cached: bool
     size_bytes: int
-
-
-def cache_dir() -> Path:
-    """``MINILLM_CACHE``, else ``$XDG_CACHE_HOME/minillm``, else ``~/.cache/minillm``.
-
-    Raises :class:`ConfigError` where they start at the home of a user who has none.
-    """
-    try:
-        if os.environ.get("MINILLM_CACHE"):
-            return Path(os.environ["MINILLM_CACHE"]).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base).expanduser() if base else Path.home() / ".cache") / "minillm"
-    except RuntimeError as error:
-        raise ConfigError(f"the cache folder is unknown: {error} Set MINILLM_CACHE to a folder.") from error
 
 
 def builtin_path(model: BuiltinModel) -> Path:

@@ -1,0 +1,308 @@
+"""Launching compiled kernels through the CUDA driver.
+
+A step of a 30-layer decoder launches a hundred kernels, so a launch costs about 3 us of Python: argument values are
+packed with one :class:`struct.Struct` into a buffer that each thread keeps per argument signature, and the driver gets
+the address of a prebuilt pointer array (no ctypes object is made per call).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.core.errors import KernelLaunchError
+
+if TYPE_CHECKING:
+    from cuda.bindings import driver
+
+DEFAULT_SHARED_BYTES = 48 << 10
+"""Dynamic shared memory that a kernel may use without asking for more (CUDA programming guide, 'Shared memory')."""
+
+Dim = tuple[int, int, int] | tuple[int, int] | tuple[int] | int
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""The calls behind torch.cuda.current_device and current_stream, without building Python objects (1.5 us less)."""
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _field_value(value: Any) -> Any:
+    return value.value
+
+
+_FORMATS: dict[type, tuple[str, int, Callable[[Any], Any]]] = {
+    Tensor: ("Q", 8, Tensor.data_ptr),
+    torch.nn.Parameter: ("Q", 8, Tensor.data_ptr),
+    type(None): ("Q", 8, lambda value: 0),
+    np.int32: ("i", 4, int),
+    np.uint32: ("I", 4, int),
+    np.int64: ("q", 8, int),
+    np.uint64: ("Q", 8, int),
+    np.float32: ("f", 4, float),
+    np.float64: ("d", 8, float),
+    ctypes.c_int: ("i", 4, _field_value),
+    ctypes.c_uint: ("I", 4, _field_value),
+    ctypes.c_long: ("q", 8, _field_value),
+    ctypes.c_ulong: ("Q", 8, _field_value),
+    ctypes.c_float: ("f", 4, _field_value),
+    ctypes.c_void_p: ("Q", 8, lambda value: value.value or 0),
+}
+"""Argument type -> struct format, bytes (also the alignment), and how its value is read."""
+
+_STRUCT_ALIGNMENT = 64
+"""Of arguments given as raw bytes: what CUtensorMap asks for."""
+
+
+class _Packer:
+    """Argument values and the pointers to them, for one signature; used by one thread only."""
+
+    def __init__(self, signature: tuple[Any, ...]) -> None:
+        layout, end = "=", 0
+        offsets: list[int] = []
+        self._convert: list[Callable[[Any], Any]] = []
+        for kind in signature:
+            convert: Callable[[Any], Any]
+            if isinstance(kind, int):  # the length of a bytes argument
+                code, size, alignment, convert = f"{kind}s", kind, _STRUCT_ALIGNMENT, _identity
+            else:
+                if kind not in _FORMATS:
+                    raise TypeError(
+                        f"kernel argument {len(offsets)} is a {kind.__name__}; give a tensor, None, a numpy or ctypes "
+                        "scalar (a Python number has no width), or the bytes of a struct"
+                    )
+                code, size, convert = _FORMATS[kind]
+                alignment = size
+            padding = -end % alignment
+            layout += f"{padding}x{code}" if padding else code
+            offsets.append(end + padding)
+            end += padding + size
+            self._convert.append(convert)
+        self._struct = struct.Struct(layout)
+        self._buffer = ctypes.create_string_buffer(end + _STRUCT_ALIGNMENT)
+        self._base = -ctypes.addressof(self._buffer) % _STRUCT_ALIGNMENT
+        base = ctypes.addressof(self._buffer) + self._base
+        self._pointers = (ctypes.c_void_p * max(1, len(offsets)))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self._pointers)
+
+    def pack(self, args: Sequence[Any]) -> int:
+        """Store the values; the address of the pointer array. The driver copies the values during the launch."""
+        self._struct.pack_into(
+            self._buffer, self._base, *[convert(arg) for convert, arg in zip(self._convert, args, strict=True)]
+        )
+        return self.address
+
+
+def _signature(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(len(arg) if type(arg) is bytes else type(arg) for arg in args)
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.packers: dict[tuple[Any, ...], _Packer] = {}
+        self.devices: set[int] = set()
+
+
+_thread = _ThreadState()
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """The values of a driver call's result; raises :class:`KernelLaunchError` naming `what` and the driver's error."""
+    code, *values = result
+    if code:
+        raise KernelLaunchError(f"{what}: {code.name} ({int(code)})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def ensure_context(device_index: int) -> None:
+    """Make the primary context of `device_index` (torch's own) current in this thread, if no context is.
+
+    torch makes it current with the first runtime call of a thread; a thread that launches before that has none.
+    """
+    from cuda.bindings import driver
+
+    if device_index in _thread.devices:
+        return
+    torch.cuda.init()
+    context = check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
+    if not int(context):
+        device = check(driver.cuDeviceGet(device_index), "cuDeviceGet")
+        context = check(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    _thread.devices.add(device_index)
+
+
+class Kernel:
+    """One compiled kernel, loaded on one device."""
+
+    def __init__(self, name: str, cubin: bytes, lowered_name: str, device_index: int) -> None:
+        """Load `cubin`; raises :class:`KernelLaunchError` where the driver does not take it."""
+        from cuda.bindings import driver
+
+        self.name = name
+        self.device_index = device_index
+        self._driver = driver
+        self._launch = driver.cuLaunchKernel
+        with torch.cuda.device(device_index):
+            ensure_context(device_index)
+            self._module = check(driver.cuModuleLoadData(cubin), f"loading {name}")
+            function = driver.cuModuleGetFunction(self._module, lowered_name.encode())
+            self._function: driver.CUfunction = check(function, f"looking up {name}")
+            # Asking for an attribute also makes the driver load the code, which it may not do during graph capture.
+            attributes = driver.CUfunction_attribute
+            self.num_regs = self._attribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS)
+            self.local_bytes = self._attribute(attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
+            self.static_shared_bytes = self._attribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        self._shared_limit = DEFAULT_SHARED_BYTES - self.static_shared_bytes
+
+    def _attribute(self, attribute: Any) -> int:
+        return int(check(self._driver.cuFuncGetAttribute(attribute, self._function), f"attributes of {self.name}"))
+
+    def set_max_shared(self, shared_bytes: int) -> None:
+        """Allow `shared_bytes` of dynamic shared memory; :meth:`launch` does so by itself."""
+        if shared_bytes <= self._shared_limit:
+            return
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(
+            self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes),
+            f"{self.name} with {shared_bytes} bytes of dynamic shared memory",
+        )
+        self._shared_limit = shared_bytes
+
+    def max_active_blocks(self, threads: int, shared_bytes: int = 0) -> int:
+        """Blocks of `threads` threads that one multiprocessor holds at a time."""
+        with torch.cuda.device(self.device_index):
+            ensure_context(self.device_index)
+            self.set_max_shared(shared_bytes)
+            query = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, shared_bytes)
+            return int(check(query, f"occupancy of {self.name}"))
+
+    def launch(
+        self,
+        grid: Dim,
+        block: Dim,
+        args: Sequence[Any],
+        *,
+        shared_bytes: int = 0,
+        stream: torch.cuda.Stream | int | None = None,
+        cluster: Dim | None = None,
+    ) -> None:
+        """Launch on `stream` (default: the current one of the kernel's device); does not wait.
+
+        `args`: tensors (passed as pointers, not checked), None (a null pointer), numpy or ctypes scalars of the
+        parameter's exact type, bytes for a struct by value. Raises :class:`KernelLaunchError` if the driver refuses,
+        TypeError for another argument. Capturable in a CUDA graph.
+        """
+        signature = _signature(args)
+        packers = _thread.packers
+        packer = packers.get(signature)
+        if packer is None:
+            packer = packers[signature] = _Packer(signature)
+        if self.device_index not in _thread.devices:
+            ensure_context(self.device_index)
+        if shared_bytes > self._shared_limit:
+            self.set_max_shared(shared_bytes)
+        if stream is None:
+            stream = _current_raw_stream(self.device_index)
+        elif not isinstance(stream, int):
+            stream = stream.cuda_stream
+        values = packer.pack(args)
+        if _current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                self._start(grid, block, shared_bytes, stream, cluster, values)
+        else:
+            self._start(grid, block, shared_bytes, stream, cluster, values)
+
+    def _start(self, grid: Dim, block: Dim, shared_bytes: int, stream: int, cluster: Dim | None, values: int) -> None:
+        gx, gy, gz = _three(grid)
+        bx, by, bz = _three(block)
+        if cluster is None:
+            (code,) = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, values, 0)
+        else:
+            config = self._driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = gx, gy, gz
+            config.blockDimX, config.blockDimY, config.blockDimZ = bx, by, bz
+            config.sharedMemBytes = shared_bytes
+            config.hStream = stream
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dims = attribute.value.clusterDim
+            dims.x, dims.y, dims.z = _three(cluster)
+            config.attrs, config.numAttrs = [attribute], 1
+            (code,) = self._driver.cuLaunchKernelEx(config, self._function, values, 0)
+        if code:
+            raise KernelLaunchError(
+                f"launch of {self.name} failed: {code.name} ({int(code)}); grid={grid}, block={block}, "
+                f"shared_bytes={shared_bytes}, cluster={cluster}"
+            )
+
+
+def _three(dim: Dim) -> tuple[int, int, int]:
+    if isinstance(dim, int):
+        return dim, 1, 1
+    return (*dim, 1, 1)[:3]
+
+
+_TENSOR_MAP_TYPES = {
+    torch.float32: "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
+    torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
+    torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
+    torch.uint8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
+    torch.int32: "CU_TENSOR_MAP_DATA_TYPE_INT32",
+}
+
+
+def tensor_map(
+    base: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzle_bytes: int = 0,
+    l2_promotion_bytes: int = 256,
+) -> bytes:
+    """A CUtensorMap (128 bytes, for a ``const __grid_constant__ CUtensorMap`` parameter) over `base`'s memory.
+
+    `shape`, `strides` and `box` are in elements and in torch's order, outermost first; the innermost stride must be 1.
+    Elements outside `shape` read as zeros. `swizzle_bytes`: 0, 32, 64 or 128. Limits (driver API,
+    cuTensorMapEncodeTiled): 1 to 5 dimensions, base and outer strides multiples of 16 bytes, box sides at most 256,
+    and with a swizzle the innermost box side at most `swizzle_bytes`. Raises ValueError or :class:`KernelLaunchError`.
+    """
+    from cuda.bindings import driver
+
+    rank = len(shape)
+    if not 1 <= rank <= 5 or len(strides) != rank or len(box) != rank:
+        raise ValueError(f"tensor_map: shape, strides and box need 1 to 5 equal ranks, got {shape}, {strides}, {box}")
+    if strides[-1] != 1:
+        raise ValueError(f"tensor_map: the innermost stride must be 1, got strides={tuple(strides)}")
+    size = base.element_size()
+    encoded = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, _TENSOR_MAP_TYPES[base.dtype]),
+        rank,
+        base.data_ptr(),
+        [driver.cuuint64_t(extent) for extent in reversed(shape)],
+        [driver.cuuint64_t(stride * size) for stride in reversed(strides[:-1])],
+        [driver.cuuint32_t(side) for side in reversed(box)],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(
+            driver.CUtensorMapSwizzle,
+            f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle_bytes}B' if swizzle_bytes else 'NONE'}",
+        ),
+        getattr(
+            driver.CUtensorMapL2promotion,
+            f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{l2_promotion_bytes}B' if l2_promotion_bytes else 'NONE'}",
+        ),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    mapped = check(encoded, f"cuTensorMapEncodeTiled shape={tuple(shape)} strides={tuple(strides)} box={tuple(box)}")
+    return ctypes.string_at(mapped.getPtr(), 128)
