@@ -245,9 +245,9 @@ def _check_write(case: KernelCase, kernels: Kernels, device: torch.device) -> st
     packed = torch.empty(tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim, device=device)
     packed = packed.normal_(generator=generator).to(case.torch_dtype)
     k, v = packed[:, case.num_heads :].split(case.num_kv_heads, dim=1)
-    expected = [cache.clone() for cache in caches]
-    _write(k, v, *expected, slots)
-    kernels.write(k, v, *caches, slots)
+    expected = caches[0].clone(), caches[1].clone()
+    _write(k, v, expected[0], expected[1], slots)
+    kernels.write(k, v, caches[0], caches[1], slots)
     wrong = [name for name, mine, right in zip("kv", caches, expected, strict=True) if not torch.equal(mine, right)]
     return f"cache of {' and '.join(wrong)} differs" if wrong else ""
 
