@@ -66,6 +66,21 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
     const int block_size = 1 << block_shift;
     const int box_rows = min(block_size, N);
     const int pages = N / box_rows;
+    // Key tile n of one head to `dst`; lane p has the block of page p.
+    auto load_tile = [&](const TensorMap* map, u32 full, u32 dst, int n, int head, int block) {
+        const bool elected = elect_one();
+        if (elected) mbarrier_arrive_expect(full, Smem::kTileBytes);
+        for (int p = 0; p < pages; ++p) {
+            const int from = __shfl_sync(kFullWarp, block, p);
+            const int slot = (n * N + p * box_rows) & (block_size - 1);
+            if (elected) {
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+                    tma_load_4d(dst + (c * N + p * box_rows) * 128, map, full, 64 * c, slot, head, from);
+            }
+        }
+    };
+
     if (warp < 4) {
         registers_shrink<(Groups == 2 ? 40 : 32)>();
         const int total = *num_work * num_kv_heads;
@@ -92,15 +107,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 auto load_k = [&](int n) {
                     const int next_block = n > first ? block_of(n - 1) : 0;
                     mbarrier_wait(k_empty(ring.stage), ring.phase ^ 1);
-                    if (lane == 0) mbarrier_arrive_expect(k_full(ring.stage), Smem::kTileBytes);
-                    __syncwarp();
-                    if (lane < pages) {
-                        const u32 dst = smem + Smem::kK + ring.stage * Smem::kTileBytes + lane * box_rows * 128;
-                        const int slot = (n * N + lane * box_rows) & (block_size - 1);
-#pragma unroll
-                        for (int c = 0; c < kChunks; ++c)
-                            tma_load_4d(dst + c * N * 128, &k_map, k_full(ring.stage), 64 * c, slot, head, block);
-                    }
+                    const u32 dst = smem + Smem::kK + ring.stage * Smem::kTileBytes;
+                    load_tile(&k_map, k_full(ring.stage), dst, n, head, block);
                     block = next_block;
                     ring.next();
                 };
@@ -110,7 +118,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 if (lane < 8) work_smem[lane] = reinterpret_cast<const int*>(work_list + index / num_kv_heads)[lane];
                 if (lane == 8) work_smem[8] = head;
                 __syncwarp();
-                if (lane == 0) {
+                if (elect_one()) {
                     mbarrier_arrive(work_full);
                     mbarrier_arrive_expect(q_full, kChunks * rows_per_tile * 128);
 #pragma unroll
@@ -152,15 +160,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 for (int n = end - 1; n >= first; --n) {
                     const int next_block = n > first ? block_of(n - 1) : 0;
                     mbarrier_wait(v_empty(ring.stage), ring.phase ^ 1);
-                    if (lane == 0) mbarrier_arrive_expect(v_full(ring.stage), Smem::kTileBytes);
-                    __syncwarp();
-                    if (lane < pages) {
-                        const u32 dst = smem + Smem::kV + ring.stage * Smem::kTileBytes + lane * box_rows * 128;
-                        const int slot = (n * N + lane * box_rows) & (block_size - 1);
-#pragma unroll
-                        for (int c = 0; c < kChunks; ++c)
-                            tma_load_4d(dst + c * N * 128, &v_map, v_full(ring.stage), 64 * c, slot, head, block);
-                    }
+                    const u32 dst = smem + Smem::kV + ring.stage * Smem::kTileBytes;
+                    load_tile(&v_map, v_full(ring.stage), dst, n, head, block);
                     block = next_block;
                     ring.next();
                 }
