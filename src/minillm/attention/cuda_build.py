@@ -60,7 +60,11 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DIR = Path(__file__).with_name("kernels")
 
-KERNEL_MODULES = ("minillm.attention.cuda_simple", "minillm.memory.cuda_kv_ops")
+KERNEL_MODULES = (
+    "minillm.attention.cuda_simple",
+    "minillm.attention.cuda_prefill",
+    "minillm.memory.cuda_kv_ops",
+)
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""
 
 DEFAULT_ARCHS = ("sm_80", "sm_90a", "sm_100")
