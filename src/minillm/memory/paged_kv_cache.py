@@ -217,7 +217,7 @@ class PagedKVCache:
 
     def clear_slots(self, slot_mapping: Tensor) -> None:
         """Zero the given slots [T] int64 in all layers; negative ones are skipped."""
-        slots = slot_mapping[slot_mapping >= 0].to(self.device)
+        slots = slot_mapping[slot_mapping >= 0].to(self.device, non_blocking=True)
         block = torch.div(slots, self.spec.block_size, rounding_mode="floor")
         self.store[:, :, block, :, slots - block * self.spec.block_size] = 0
 
@@ -250,4 +250,4 @@ class PagedKVCache:
             and not (0 <= int(index.min()) <= int(index.max()) < self.num_blocks)
         ):
             raise IndexError(f"block ids {index.tolist()} are not all in [0, {self.num_blocks})")
-        return index.to(self.device)
+        return index.to(self.device, non_blocking=True)
