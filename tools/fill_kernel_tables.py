@@ -77,8 +77,8 @@ def _materialize(rows: Rows) -> str:
     return "\n\n".join(
         [
             f"`minillm bench materialize`; {row['layers']} layers, {row['num_kv_heads']} KV heads, head_dim "
-            f"{row['head_dim']}, block size {row['block_size']}, {row['dtype']}; {row['device']}, torch {row['torch']}, "
-            f"commit {row['commit']}, {row['date']}.",
+            f"{row['head_dim']}, block size {row['block_size']}, {row['dtype']}; {row['device']}, torch "
+            f"{row['torch']}, commit {row['commit']}, {row['date']}.",
             markdown_table(*materialize.table_cells(rows)),
             markdown_table(*materialize.analysis_cells(rows)),
             "![materialize](../benchmarks/results/materialize.png)",

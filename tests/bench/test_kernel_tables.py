@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from peer_rows import decode_rows
 
 from minillm.bench import common
+from peer_rows import decode_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
