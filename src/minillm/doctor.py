@@ -27,6 +27,9 @@ MIN_FREE_MEMORY = 1 << 30
 MIN_FREE_DISK = 300 << 20
 """Bytes; the built-in model's wheel and its unpacked file are about 190 MiB."""
 
+MIN_FREE_GPU_SHARE = 0.5
+"""Of a GPU's memory; with less free, the default --gpu-memory-utilization 0.9 leaves little for KV blocks."""
+
 CPU_FEATURES = (
     "avx2",
     "f16c",
@@ -62,7 +65,7 @@ def run_checks() -> list[Check]:
         check_threads,
         check_memory,
         check_gpu,
-        check_kernel_cache,
+        check_kernels,
         check_cache,
         check_default_model,
     ):
@@ -210,32 +213,66 @@ def nvidia_driver() -> tuple[str, str] | None:
 
 
 def check_gpu() -> Iterable[Check]:
-    """The device that is used, and the GPUs and the driver that are there."""
+    """The GPUs and the driver that are there, and the device that "auto" chooses."""
     import torch
 
-    driver = nvidia_driver()
+    from minillm.engine.devices import gpu_problem
+
     build = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for the CPU"
-    if driver is None:
+    driver = nvidia_driver()
+    if driver is not None:
+        names, driver_version = driver
+        yield Check("driver", "ok", f"{driver_version} ({names})")
+    available = torch.cuda.is_available()
+    if driver is None and not available:
         yield Check("device", "ok", f"cpu (no NVIDIA driver found; {build})")
         return
-    names, driver_version = driver
-    yield Check("driver", "ok", f"{driver_version} ({names})")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            yield _describe_gpu(torch, index)
-    yield Check("device", "ok", f"cpu ({build}; this version does not use the GPU)")
+    for index in range(torch.cuda.device_count()) if available else ():
+        yield _describe_gpu(torch, index)
+    problem = gpu_problem(0)
+    if problem is None:
+        yield Check("device", "ok", f"cuda:0 ({build})")
+    else:
+        yield Check("device", "note", f"cpu ({build}; the GPU is not used)", problem)
 
 
 def _describe_gpu(torch: ModuleType, index: int) -> Check:
     major, minor = torch.cuda.get_device_capability(index)
     free, total = torch.cuda.mem_get_info(index)
-    memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
-    return Check(f"cuda:{index}", "ok", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory}")
+    detail = (
+        f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, "
+        f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    )
+    if free < MIN_FREE_GPU_SHARE * total:
+        advice = "other programs hold most of its memory; nvidia-smi shows which, or use another GPU: --device cuda:N"
+        return Check(f"cuda:{index}", "note", detail, advice)
+    return Check(f"cuda:{index}", "ok", detail)
 
 
-def check_kernel_cache() -> Iterable[Check]:
-    """Compiled kernels: there are none to keep, so none to be out of date."""
-    yield Check("kernel cache", "ok", "none: the CPU path compiles nothing")
+def check_kernels() -> Iterable[Check]:
+    """The compiler of the CUDA kernels, and what is compiled already. Only where there is a GPU to run them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Check("kernels", "ok", "none needed: the CPU path compiles nothing")
+        return
+    from minillm.attention.cuda_build import cached_kernels, include_dir, kernel_cache_dir, nvrtc_version
+
+    compiler, headers = nvrtc_version(), include_dir()
+    install = "pip install 'minillm-runtime[cuda]'"
+    if compiler is None:
+        yield Check("NVRTC", "note", "not installed: kernels cannot be compiled", install)
+    elif headers is None:
+        yield Check("NVRTC", "note", f"{compiler}, but without the CUDA headers", install)
+    else:
+        yield Check("NVRTC", "ok", f"{compiler} (headers: {headers})")
+    entries = cached_kernels()
+    size = sum(entry.size_bytes for entry in entries) / 2**20
+    detail = f"{len(entries)} compiled kernels, {size:.1f} MiB, in {kernel_cache_dir()}"
+    if entries:
+        yield Check("kernel cache", "ok", detail)
+    else:
+        yield Check("kernel cache", "ok", f"{detail} (compiled on first use, or now by `minillm kernels build`)")
 
 
 def check_cache() -> Iterable[Check]:

@@ -1,16 +1,16 @@
 """`minillm doctor --self-check`: every way of running a prompt must give the same tokens, on the built-in model.
 
-Greedy and in float32. The reference is one prompt at a time, computed whole. Against it: all at once, in chunks of at
-most 64 tokens a step, under memory pressure with swapping and with recomputing, a second time over the prefix cache,
-and transformers' `generate` on the same weights. A way that did not do what it is there for (no preemption, no cache
-hit) is a failure too: it checked nothing.
+Greedy and in float32. The reference is one prompt at a time, computed whole, on the CPU. Against it: all at once, in
+chunks of at most 64 tokens a step, under memory pressure with swapping and with recomputing, a second time over the
+prefix cache, and transformers' `generate` on the same weights. With a GPU all ways run there, one at a time too. A way
+that did not do what it is there for (no preemption, no cache hit) is a failure too: it checked nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minillm.core.sampling_params import SamplingParams
@@ -78,6 +78,7 @@ _COMMON = {
     "block_size": BLOCK_SIZE,
     "enable_prefix_caching": False,
     "check_invariants": True,
+    "gpu_memory_utilization": 0.5,
 }
 _SMALL_POOL = {"num_gpu_blocks_override": POOL_BLOCKS, "swap_space": 0.25, "max_num_seqs": len(QUESTIONS)}
 
@@ -91,22 +92,36 @@ WAYS = (
 )
 
 
-def run_self_check(status: Callable[[str], None] = lambda _: None) -> Iterator[Result]:
-    """Yield the result of each way as it is ready; the first is the reference for all others."""
+REFERENCE = WAYS[0]
+
+
+def run_self_check(status: Callable[[str], None] = lambda _: None, device: str = "auto") -> Iterator[Result]:
+    """Yield the result of each way as it is ready; the first is the reference for all others.
+
+    Raises :class:`ConfigError` for a device that cannot be used.
+    """
+    from minillm.engine.devices import resolve_device
     from minillm.models.loader import load_model
     from minillm.models.tokenizer import load_tokenizer
 
-    model = load_model(MODEL, dtype="float32", progress=status)
-    tokenizer = load_tokenizer(model.path)
+    device = resolve_device(device)
+    on_cpu = load_model(MODEL, dtype="float32", progress=status)
+    tokenizer = load_tokenizer(on_cpu.path)
     prompts = chat_prompts(tokenizer, QUESTIONS)
-    reference: list[list[int]] = []
-    for way in WAYS:
-        status(way.name)
-        result, tokens = _run(way, model, tokenizer, prompts, reference)
-        reference = reference or tokens
+    first = replace(REFERENCE, name=f"{REFERENCE.name}, cpu")
+    status(first.name)
+    result, reference = _run(first, on_cpu, tokenizer, prompts, [])
+    yield result
+    model, ways = on_cpu, list(WAYS[1:])
+    if device != "cpu":
+        model, ways = load_model(MODEL, dtype="float32", device=device), list(WAYS)
+    for way in ways:
+        name = f"{way.name}, {device}"
+        status(name)
+        result, _ = _run(replace(way, name=name), model, tokenizer, prompts, reference)
         yield result
     status("transformers")
-    yield _run_transformers(model, prompts, reference)
+    yield _run_transformers(on_cpu, prompts, reference)
 
 
 def chat_prompts(tokenizer: Tokenizer, questions: Sequence[str]) -> list[list[int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from minillm import doctor, self_check
 from minillm.doctor import Check
+from minillm.engine import devices
 from minillm.self_check import Result
 
 
@@ -70,9 +71,11 @@ def test_more_threads_than_cores_gets_advice(monkeypatch) -> None:
     assert check.status == "note" and "OMP_NUM_THREADS=2" in check.advice
 
 
-def test_a_gpu_is_shown_with_its_driver_and_that_it_is_not_used(monkeypatch) -> None:
+@pytest.fixture
+def one_gpu(monkeypatch) -> None:
     import torch
 
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: ("NVIDIA H100", "580.1"))
     for name, value in (
         ("is_available", True),
@@ -82,10 +85,46 @@ def test_a_gpu_is_shown_with_its_driver_and_that_it_is_not_used(monkeypatch) -> 
         ("mem_get_info", (60 << 30, 80 << 30)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_is_shown_with_its_driver_and_is_the_device(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "kernels_problem", lambda: None)
     driver, gpu, device = doctor.check_gpu()
     assert driver.detail == "580.1 (NVIDIA H100)"
     assert gpu == Check("cuda:0", "ok", "NVIDIA H100, sm_90, 60.0 GiB free of 80.0 GiB")
-    assert device.detail.startswith("cpu") and "does not use the GPU" in device.detail
+    assert device == Check("device", "ok", "cuda:0 (torch built for CUDA 13.0)")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_that_cannot_be_used_comes_with_what_to_do(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "kernels_problem", lambda: "NVRTC is missing; pip install 'minillm-runtime[cuda]'")
+    *_, device = doctor.check_gpu()
+    assert (device.status, device.advice[:5]) == ("note", "NVRTC")
+    assert device.detail.startswith("cpu") and "the GPU is not used" in device.detail
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_whose_memory_others_hold_gets_advice(monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (10 << 30, 80 << 30))
+    check = next(check for check in doctor.check_gpu() if check.name == "cuda:0")
+    assert check.status == "note" and "nvidia-smi" in check.advice
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_the_kernels_compiler_and_cache_are_shown(monkeypatch) -> None:
+    from minillm.attention import cuda_build
+
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: None)
+    compiler, cache = doctor.check_kernels()
+    assert compiler.status == "note" and "minillm-runtime[cuda]" in compiler.advice
+    assert cache.detail.startswith("0 compiled kernels") and "minillm kernels build" in cache.detail
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(cuda_build, "include_dir", lambda: Path("/inc"))
+    compiler, _ = doctor.check_kernels()
+    assert compiler == Check("NVRTC", "ok", "13.0 (headers: /inc)")
 
 
 def test_driver_is_read_from_nvidia_smi(monkeypatch, tmp_path: Path) -> None:
@@ -126,7 +165,7 @@ def results(*, differing: int = 0, problem: str = "") -> list[Result]:
 )
 def test_self_check_prints_every_way_and_fails_on_a_difference(cli, monkeypatch, found, code: int) -> None:
     monkeypatch.setattr(doctor, "run_checks", lambda: [Check("cpu", "ok", "fine")])
-    monkeypatch.setattr(self_check, "run_self_check", lambda status: iter(found))
+    monkeypatch.setattr(self_check, "run_self_check", lambda status, device: iter(found))
     done = cli("doctor", "--self-check")
     assert done.code == code
     assert "one at a time" in done.out and "swap" in done.out and "12" in done.out

@@ -15,7 +15,7 @@ import minillm
 from minillm.core.errors import ConfigError, ModelLoadError, UnknownPolicyError
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
-from minillm.engine.factory import build_engine, default_sampling_params, resolve_device
+from minillm.engine.factory import build_engine, default_sampling_params
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,6 @@ def test_configured_chat_template_is_used(as_file: bool, tmp_path: Path) -> None
     parts = make_parts(chat_template=template)
     ids = parts.inputs.encode_chat([{"role": "user", "content": "hi"}])
     assert parts.inputs.tokenizer.decode(ids) == "[hi]"
-
-
-def test_device() -> None:
-    assert resolve_device("auto") == resolve_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match="cuda"):
-        resolve_device("cuda")
 
 
 def test_public_names_are_there() -> None:

@@ -48,9 +48,9 @@ def tiny_reference(heads: int = 9, kv_heads: int = 3, seed: int = 0) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def decoder_of(reference: Any, dtype: torch.dtype = torch.float32) -> Decoder:
+def decoder_of(reference: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     """Our decoder with the reference's weights."""
-    decoder = Decoder(ModelConfig.from_hf(reference.config.to_dict()), dtype)
+    decoder = Decoder(ModelConfig.from_hf(reference.config.to_dict()), dtype, device)
     weights = reference.state_dict()
     with torch.no_grad():
         for name, view in decoder.weight_views().items():
@@ -129,6 +129,7 @@ class Loop:
     num_swap_blocks: int = 0
     max_model_len: int = 512
     overlap: bool = False
+    device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
     runner_options: dict[str, Any] = field(default_factory=dict)
 
@@ -140,7 +141,7 @@ class Loop:
             max_model_len=self.max_model_len,
             **{"max_num_seqs": 16, **self.options},
         )
-        cache_ = PagedKVCache(kv_cache_spec(self.model, self.block_size), self.num_blocks)
+        cache_ = PagedKVCache(kv_cache_spec(self.model, self.block_size), self.num_blocks, self.device)
         self.cache = cache_
         self.scheduler = ContinuousScheduler(config)
         self.runner = PyTorchModelRunner(

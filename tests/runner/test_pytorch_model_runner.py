@@ -16,7 +16,7 @@ from step_loop import (
     windowed_reference,
 )
 
-from minillm.core.errors import ConfigError, EngineDeadError
+from minillm.core.errors import EngineDeadError
 from minillm.core.plan import BlockCopy, DecodeBatch, StepPlan, SwapIn, SwapOut
 
 LENGTHS = [1, 7, 8, 9, 15, 16, 17, 24, 31, 40]
@@ -416,16 +416,12 @@ def test_forward_and_sample_times_are_measured(model):
     assert all(outcome.timings.forward > 0 and outcome.timings.sample > 0 for outcome in loop.outcomes)
 
 
-def test_a_closed_runner_refuses_work_and_a_device_it_cannot_drive_is_refused(model):
+def test_a_closed_runner_refuses_work(model):
     loop = Loop(model)
     loop.runner.close()
     loop.runner.close()
     with pytest.raises(EngineDeadError):
         loop.runner.forward(StepPlan(0, DecodeBatch(), []))
-    other = Loop(model)
-    other.cache.device = torch.device("cuda")
-    with pytest.raises(ConfigError, match="device=cuda"):
-        type(other.runner)(model, other.cache, max_num_seqs=2, max_model_len=8)
 
 
 def test_collect_before_sample_is_an_error(model):

@@ -26,7 +26,8 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
@@ -47,6 +48,7 @@ __all__ = [
     "KernelSpec",
     "arch_of",
     "build",
+    "build_many",
     "cached_kernels",
     "clear_cache",
     "get_kernel",
@@ -58,7 +60,11 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DIR = Path(__file__).with_name("kernels")
 
-KERNEL_MODULES = ("minillm.attention.cuda_simple", "minillm.memory.cuda_kv_ops")
+KERNEL_MODULES = (
+    "minillm.attention.cuda_simple",
+    "minillm.attention.cuda_prefill",
+    "minillm.memory.cuda_kv_ops",
+)
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""
 
 DEFAULT_ARCHS = ("sm_80", "sm_90a", "sm_100")
@@ -119,7 +125,9 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def registered_specs(arch: str) -> list[KernelSpec]:
-    """Every kernel that this package may launch on `arch`."""
+    """Every kernel that this package may launch on `arch`; ConfigError for what is no architecture."""
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+        raise ConfigError(f"arch={arch!r} is not an architecture such as {', '.join(DEFAULT_ARCHS)}")
     return [spec for name in KERNEL_MODULES for spec in importlib.import_module(name).specs(arch)]
 
 
@@ -326,10 +334,11 @@ def _find_cached(spec: KernelSpec, arch: str) -> CompiledKernel | None:
     return None
 
 
-def build(spec: KernelSpec, arch: str) -> CompiledKernel:
+def build(spec: KernelSpec, arch: str, *, announce: bool = True) -> CompiledKernel:
     """`spec` compiled for `arch`, from the cache if it is there. Raises :class:`KernelBuildError`.
 
     Needs no GPU. A cache folder that cannot be written is not an error: the kernel is compiled for this process.
+    The first compilation of a process is announced in the log unless `announce` is false.
     """
     kernel = _find_cached(spec, arch)
     if kernel is not None:
@@ -340,7 +349,8 @@ def build(spec: KernelSpec, arch: str) -> CompiledKernel:
         with _file_lock(path.with_suffix(".lock")):
             kernel = _find_cached(spec, arch)  # another process may have built it meanwhile
             if kernel is None:
-                _announce(arch)
+                if announce:
+                    _announce(arch)
                 start = time.perf_counter()
                 kernel = compile_kernel(spec, arch)
                 logger.debug("compiled %s for %s in %.2f s", spec, arch, time.perf_counter() - start)
@@ -349,6 +359,28 @@ def build(spec: KernelSpec, arch: str) -> CompiledKernel:
         logger.warning("compiled kernels cannot be kept in %s: %s", path.parent, error.strerror or error)
         kernel = kernel or compile_kernel(spec, arch)
     return kernel
+
+
+def build_many(
+    wanted: Sequence[tuple[KernelSpec, str]], threads: int | None = None
+) -> Iterator[tuple[CompiledKernel, bool]]:
+    """Build kernels for architectures side by side; yields each with whether it was compiled now, as they are done.
+
+    NVRTC compiles in as many threads as call it; `threads` defaults to the cores that this process may use. The first
+    failure is raised, and what was not begun by then is left out.
+    """
+
+    def one(item: tuple[KernelSpec, str]) -> tuple[CompiledKernel, bool]:
+        cached = _find_cached(*item)
+        return (cached, False) if cached is not None else (build(*item, announce=False), True)
+
+    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
+        futures = [pool.submit(one, item) for item in wanted]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @cache

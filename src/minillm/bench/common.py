@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import statistics
 import subprocess
@@ -24,7 +25,12 @@ RESULTS = Path("benchmarks/results")
 
 
 def commit() -> str:
-    """Short commit of the source tree, with `-dirty` if files differ; the package's version outside a checkout."""
+    """Short commit of the source tree, with `-dirty` if files differ; the package's version outside a checkout.
+
+    `MINILLM_COMMIT` overrides it, for machines that get the sources without their history.
+    """
+    if "MINILLM_COMMIT" in os.environ:
+        return os.environ["MINILLM_COMMIT"]
     here = Path(__file__).resolve().parent
     try:
         described = subprocess.run(
@@ -115,6 +121,20 @@ class Summary:
         return f"{self.median:{form}} ({self.least:{form}}-{self.greatest:{form}})"
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """Geometric mean of positive values; NaN if there are none or one is NaN."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One requirement on a table, what was found, and whether it is met."""
+
+    requirement: str
+    found: str
+    met: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ChildResult:
     """How a child process ended: wall-clock `seconds`, `peak_bytes` of resident memory, and what it printed."""
@@ -178,3 +198,9 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same cells as a Markdown table, for the pages under docs/."""
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)

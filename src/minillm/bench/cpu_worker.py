@@ -66,7 +66,7 @@ def _engine(dtype: str) -> Generate:
     from minillm.engine.config import EngineConfig
     from minillm.engine.runtime import Runtime
 
-    runtime = Runtime(EngineConfig(model=MODEL, dtype=dtype, enable_prefix_caching=False))
+    runtime = Runtime(EngineConfig(model=MODEL, device="cpu", dtype=dtype, enable_prefix_caching=False))
 
     def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> TokenLists:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)

@@ -16,6 +16,7 @@ from minillm.cli.bench import bench_app
 from minillm.cli.chat import chat
 from minillm.cli.doctor import doctor
 from minillm.cli.generate import generate
+from minillm.cli.kernels import kernels_app
 from minillm.cli.models import models
 from minillm.core.errors import ConfigError, MiniLLMError, RequestError
 
@@ -57,6 +58,7 @@ app.command("chat")(chat)
 app.command("models")(models)
 app.command("doctor")(doctor)
 app.add_typer(bench_app, name="bench")
+app.add_typer(kernels_app, name="kernels")
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -18,6 +18,9 @@ def doctor(
     self_check: Annotated[
         bool, typer.Option("--self-check", help="Also compare every way of running a prompt on the built-in model.")
     ] = False,
+    device: Annotated[
+        str, typer.Option("--device", help="Where --self-check runs: cpu, cuda, cuda:N, or auto.")
+    ] = "auto",
 ) -> None:
     """Check device, driver, versions, memory and caches; exit 1 if something is broken."""
     from minillm.doctor import run_checks
@@ -33,19 +36,19 @@ def doctor(
             output.print(f"{'':{width + 7}}  -> {escape(check.advice)}", style=style)
     broken = [check.name for check in checks if check.status == "broken"]
     if self_check and not broken:
-        broken += _self_check()
+        broken += _self_check(device)
     if broken:
         console.print_error(f"broken: {', '.join(broken)}")
         raise typer.Exit(console.FAILURE)
 
 
-def _self_check() -> list[str]:
+def _self_check(device: str) -> list[str]:
     """Run the self-check and print its table; the names of the ways that failed."""
     from rich.table import Table
 
     from minillm.self_check import run_self_check
 
-    results = list(run_self_check(lambda name: console.info(f"self-check: {name}")))
+    results = list(run_self_check(lambda name: console.info(f"self-check: {name}"), device))
     table = Table(title="Greedy tokens of the built-in model, float32", title_justify="left")
     table.add_column("way")
     for column in ("same tokens", "preempted by swap", "by recompute", "cached tokens", "seconds"):

@@ -27,7 +27,9 @@ class EngineConfig:
     Model and text:
 
     - ``model``: a built-in name, a folder, a GGUF file or a hub id. ``tokenizer``: None takes the model's own.
-    - ``dtype``: "auto" is what is fastest on the device; "float32" is the exact path.
+    - ``device``: "auto" is the first GPU that can be used, else the CPU; or "cpu", "cuda", "cuda:1".
+    - ``dtype``: "auto" is what is fastest on the device (on a GPU bfloat16, or float16 for a checkpoint in that);
+      "float32" is the exact path.
     - ``chat_template``: a file or the template's text; None takes the model's own.
     - ``generation_config``: "auto" takes sampling defaults from the model, "vllm" the neutral ones of
       :class:`SamplingParams`, anything else names a folder with a generation_config.json. EOS ids always come from
@@ -38,7 +40,8 @@ class EngineConfig:
 
     - ``max_model_len``: longest prompt + output; None takes the model's. Reduced to what the KV pool holds.
     - ``num_gpu_blocks_override``: number of KV blocks (on a CPU too); None sizes the pool from free memory:
-      ``gpu_memory_utilization`` of a GPU; on a CPU the smaller of a quarter of free memory and
+      on a GPU what ``gpu_memory_utilization`` of its memory leaves beside the weights and the largest step, which is
+      run once to find out; on a CPU the smaller of a quarter of free memory and
       ``max_num_seqs * max_model_len`` tokens.
     - ``swap_space``: GiB of host memory for swapped requests, 0 disables swapping; None is 4, or an eighth of free
       memory if that is less. ``max_swapped_requests`` bounds it in requests too.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from minillm.core.errors import ConfigError, InvalidParameterError, MiniLLMError, ModelLoadError, shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
+from minillm.engine.devices import resolve_device
 from minillm.engine.inputs import InputProcessor
 from minillm.engine.llm_engine import LLMEngine
 from minillm.engine.output_processor import OutputProcessor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from minillm.models.loader import LoadedModel
     from minillm.models.tokenizer import Tokenizer
     from minillm.runner.interface import ModelRunner
+    from minillm.runner.pytorch_model_runner import PyTorchModelRunner
 
 logger = logging.getLogger("minillm.engine")
 
@@ -88,29 +90,33 @@ def build_engine(
     """Load the model and assemble its engine.
 
     Raises :class:`ConfigError` for settings that do not fit the model or this machine, :class:`ModelLoadError` for a
-    model that cannot be loaded. `progress` is told in one line what takes long. `model` and `tokenizer`, where given,
-    are used instead of loading (several engines may share them: nothing in them changes).
+    model that cannot be loaded, :class:`KernelBuildError` where a GPU's kernels cannot be built. `progress` is told in
+    one line what takes long. `model` and `tokenizer`, where given, are used instead of loading (several engines may
+    share them: nothing in them changes); the engine then runs where the model is.
     """
     check_names(config)
     from minillm.models.default_model import resolve_model
     from minillm.models.loader import load_model
     from minillm.models.tokenizer import load_tokenizer
+    from minillm.runner.device import is_device_failure
 
-    device = resolve_device(config.device)
     if model is None:
+        device = resolve_device(config.device)
         model = load_model(config.model, config.dtype, device, progress)
+    else:
+        device = _device_of(model, config)
     if tokenizer is None:
         tokenizer = load_tokenizer(
             model.path if config.tokenizer is None else resolve_model(config.tokenizer, progress, "tokenizer").path
         )
-    limits = _limits(config, model, device)
     # Ids that the logits do not have cannot be sampled, nor masked.
     named_eos = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
-    eos_ids = {token_id for token_id in named_eos if 0 <= token_id < limits.vocab_size}
+    eos_ids = {token_id for token_id in named_eos if 0 <= token_id < model.config.vocab_size}
+    limits = _limits(config, model, device)
     try:
-        runner = _make_runner(config, model, limits, tokenizer, eos_ids)
+        limits, runner = _make_runner(config, model, limits, tokenizer, eos_ids)
     except (MemoryError, OverflowError, RuntimeError, ValueError) as error:
-        if isinstance(error, MiniLLMError):
+        if isinstance(error, MiniLLMError) or is_device_failure(error):
             raise
         sizes = f"block_size={config.block_size}, num_blocks={limits.num_blocks}, max_num_seqs={config.max_num_seqs}"
         raise ConfigError(f"{sizes} do not fit this machine's memory: {shorten(str(error))}") from error
@@ -126,27 +132,94 @@ def build_engine(
     )
 
 
+def _device_of(model: LoadedModel, config: EngineConfig) -> str:
+    """Where a model that was loaded before is; ConfigError if the configuration names another device."""
+    device = str(model.decoder.device)
+    if config.device != "auto" and config.device.partition(":")[0] != model.decoder.device.type:
+        raise ConfigError(f"device={config.device!r}, but the model given is on {device}")
+    return device
+
+
 def _make_runner(
     config: EngineConfig, model: LoadedModel, limits: ModelLimits, tokenizer: Tokenizer, eos_ids: set[int]
-) -> ModelRunner:
-    """The runner with its KV pool and swap space."""
+) -> tuple[ModelLimits, ModelRunner]:
+    """The runner with its KV pool and swap space, and the limits with the pool's size if it had to be found out."""
     from minillm.memory.paged_kv_cache import PagedKVCache
     from minillm.memory.swap_space import SwapSpace
     from minillm.runner.pytorch_model_runner import PyTorchModelRunner
 
-    cache = PagedKVCache(_kv_spec(config, model), limits.num_blocks, limits.device)
-    swap = None
-    if limits.num_swap_blocks:
-        swap = SwapSpace(cache, limits.num_swap_blocks, pin_memory=config.pin_memory is not False)
-    return PyTorchModelRunner(
-        model.decoder,
-        cache,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=min(limits.max_model_len, limits.num_blocks * config.block_size),
-        swap_space=swap,
-        eos_token_ids=sorted(eos_ids),
-        invalid_token_ids=[i for i in range(limits.vocab_size) if not tokenizer.has_token(i)],
-    )
+    spec = _kv_spec(config, model)
+    invalid_ids = [i for i in range(limits.vocab_size) if not tokenizer.has_token(i)]
+
+    def make(num_blocks: int, max_model_len: int, num_swap_blocks: int) -> PyTorchModelRunner:
+        cache = PagedKVCache(spec, num_blocks, limits.device)
+        swap = None
+        if num_swap_blocks:
+            swap = SwapSpace(cache, num_swap_blocks, pin_memory=config.pin_memory is not False)
+        return PyTorchModelRunner(
+            model.decoder,
+            cache,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            swap_space=swap,
+            eos_token_ids=sorted(eos_ids),
+            invalid_token_ids=invalid_ids,
+        )
+
+    if limits.device == "cpu":
+        longest = min(limits.max_model_len, limits.num_blocks * config.block_size)
+        return limits, make(limits.num_blocks, longest, limits.num_swap_blocks)
+    return _make_gpu_runner(config, limits, spec, make)
+
+
+def _make_gpu_runner(
+    config: EngineConfig,
+    limits: ModelLimits,
+    spec: KVCacheSpec,
+    make: Callable[[int, int, int], PyTorchModelRunner],
+) -> tuple[ModelLimits, ModelRunner]:
+    """The same on a GPU: the largest step is run before any request is, on a pool of one block to find the size of the
+    real one, or on the real one where its size was given."""
+    from minillm.engine.gpu_memory import profiled_num_blocks
+    from minillm.runner.largest_step import run_largest_step
+
+    _keep_float32_exact(limits.dtype)
+    max_tokens = config.scheduler_config(
+        num_blocks=1, num_swap_blocks=0, max_model_len=1, device=limits.device
+    ).max_num_batched_tokens
+
+    def try_out(runner: PyTorchModelRunner, max_model_len: int) -> None:
+        run_largest_step(
+            runner,
+            max_num_seqs=config.max_num_seqs,
+            max_tokens=max_tokens,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+        )
+
+    num_blocks = config.num_gpu_blocks_override
+    if num_blocks is None:
+        num_blocks = profiled_num_blocks(
+            lambda: make(1, limits.max_model_len, 0),
+            lambda runner: try_out(runner, limits.max_model_len),
+            device=limits.device,
+            utilization=config.gpu_memory_utilization,
+            bytes_per_block=spec.bytes_per_block,
+        )
+    longest = min(limits.max_model_len, num_blocks * config.block_size)
+    runner = make(num_blocks, longest, limits.num_swap_blocks)
+    if config.num_gpu_blocks_override is not None:
+        try_out(runner, longest)
+    return replace(limits, num_blocks=num_blocks), runner
+
+
+def _keep_float32_exact(dtype: str) -> None:
+    """float32 is the exact path: its products must not be rounded to TF32 by a setting made elsewhere."""
+    import torch
+
+    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+        logger.warning("dtype=float32: torch's float32 matmul precision is set to 'highest' (no TF32) in this process")
+        torch.set_float32_matmul_precision("highest")
 
 
 def assemble_engine(
@@ -221,13 +294,6 @@ def check_names(config: EngineConfig) -> None:
     _chat_template(config)
 
 
-def resolve_device(device: str) -> str:
-    """The device to run on; "auto" is the CPU in this version. Raises :class:`ConfigError` for one that is not here."""
-    if device in ("auto", "cpu"):
-        return "cpu"
-    raise ConfigError(f"device={device!r} is not supported yet: this version runs on the CPU")
-
-
 def default_sampling_params(source: str, model_config: Mapping[str, Any]) -> SamplingParams:
     """Sampling defaults: of the model ("auto"), the neutral ones ("vllm"), or of a folder's generation_config.json."""
     if source == "vllm":
@@ -263,7 +329,7 @@ def _kv_spec(config: EngineConfig, model: LoadedModel) -> KVCacheSpec:
 
 
 def _limits(config: EngineConfig, model: LoadedModel, device: str) -> ModelLimits:
-    """Sizes of the context, the pool and the swap space."""
+    """Sizes of the context, the pool (0: to be found out on the GPU) and the swap space."""
     from minillm.memory.paged_kv_cache import available_memory, default_num_blocks
     from minillm.memory.swap_space import SwapSpace
 
@@ -272,8 +338,8 @@ def _limits(config: EngineConfig, model: LoadedModel, device: str) -> ModelLimit
         raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's {longest} positions")
     max_model_len = config.max_model_len if config.max_model_len is not None else longest
     spec = _kv_spec(config, model)
-    num_blocks = config.num_gpu_blocks_override
-    if num_blocks is None:
+    num_blocks = config.num_gpu_blocks_override or 0
+    if not num_blocks and device == "cpu":
         num_blocks = default_num_blocks(spec, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
     swap_gib = config.swap_space
     if swap_gib is None:

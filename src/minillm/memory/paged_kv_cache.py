@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from minillm.core.errors import ConfigError
+from minillm.memory import cuda_kv_ops
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEFAULT_CPU_MEMORY_FRACTION = 0.25
@@ -144,6 +145,7 @@ class PagedKVCache:
                 f"num_blocks={num_blocks} needs {num_blocks * spec.bytes_per_block} bytes, which the device does not "
                 f"have: {error}"
             ) from error
+        self.device = self.store.device  # with its index
         heads, size, dim = spec.num_kv_heads, spec.block_size, spec.head_dim
         layers = range(spec.num_layers)
         self._key_slots = [self.store[layer, 0].view(-1, dim) for layer in layers]
@@ -191,8 +193,12 @@ class PagedKVCache:
         """Write k and v [T, num_kv_heads, head_dim] of T tokens to slots `slot_mapping` [T] int64.
 
         A negative slot is padding and changes no addressable slot; neither does one behind the pool (IndexError, or
-        the scratch block).
+        the scratch block; on a GPU it is skipped).
         """
+        if self.device.type == "cuda":
+            dtype = self.spec.dtype
+            cuda_kv_ops.write_kv(k.to(dtype), v.to(dtype), self.k(layer), self.v(layer), slot_mapping)
+            return
         self.write_rows(layer, k, v, self.slot_rows(slot_mapping))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -204,11 +210,14 @@ class PagedKVCache:
             return
         sources = self._block_index([pair[0] for pair in pairs])
         destinations = self._block_index([pair[1] for pair in pairs])
+        if self.device.type == "cuda" and not {pair[0] for pair in pairs} & {pair[1] for pair in pairs}:
+            cuda_kv_ops.copy_blocks(self.store, torch.stack((sources, destinations), dim=1).int())
+            return
         self.store.index_copy_(2, destinations, self.store.index_select(2, sources))
 
     def clear_slots(self, slot_mapping: Tensor) -> None:
         """Zero the given slots [T] int64 in all layers; negative ones are skipped."""
-        slots = slot_mapping[slot_mapping >= 0].to(self.device)
+        slots = slot_mapping[slot_mapping >= 0].to(self.device, non_blocking=True)
         block = torch.div(slots, self.spec.block_size, rounding_mode="floor")
         self.store[:, :, block, :, slots - block * self.spec.block_size] = 0
 
@@ -241,4 +250,4 @@ class PagedKVCache:
             and not (0 <= int(index.min()) <= int(index.max()) < self.num_blocks)
         ):
             raise IndexError(f"block ids {index.tolist()} are not all in [0, {self.num_blocks})")
-        return index.to(self.device)
+        return index.to(self.device, non_blocking=True)

@@ -1,12 +1,13 @@
 """From a StepPlan to the flattened tensors of one forward pass.
 
-The builder keeps each row's block table (numpy, on the host) and writes only what a plan changes. Decode rows come
+A builder keeps each row's block table and writes only what a plan changes. Decode rows come
 first, one token each, then the prefill chunks in plan order; nothing is padded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,25 @@ from minillm.core.plan import PrefillChunk, StepPlan, TableUpdate
 class StepBatch:
     """One step's flattened batch of T tokens and its R sampling rows, in the order that `StepPlan` states.
 
-    - ``input_ids``, ``positions``: int64 [T] on the host. Placeholders hold 0 until the runner fills them in.
+    Tensors are on the runner's device, lists and ``slots`` on the host.
+
+    - ``input_ids``, ``positions``: int64 [T]. Placeholders hold 0 until the runner fills them in.
+    - ``slots``: int64 [T], the KV slot of each token.
+    - ``metadata``: what the device's attention needs to know.
     - ``placeholders``: (index into the T tokens, row whose last sampled token goes there), or None.
     - ``logit_tokens``: the tokens, in order and each once, whose hidden state goes through the output head; of those,
       sampling row i reads number ``logit_rows[i]``, or number i where ``logit_rows`` is None.
+    - ``sampling_index``: ``sampling_rows`` as int64 [R].
     """
 
     input_ids: Tensor
     positions: Tensor
-    metadata: AttentionMetadata
+    slots: np.ndarray
+    metadata: Any
     placeholders: tuple[Tensor, Tensor] | None
     logit_tokens: Tensor
     logit_rows: Tensor | None
+    sampling_index: Tensor
     sampling_rows: list[int]
     output_indices: list[int]
 
@@ -41,8 +49,86 @@ class StepBatch:
         return len(self.input_ids)
 
 
+class BatchColumns(NamedTuple):
+    """A step's batch on the host, whichever device it is for. Arrays are int64."""
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    spans: list[PrefillSpan]
+    unknown: np.ndarray
+    """Decode rows (as positions in the batch) whose token the plan in flight samples."""
+    unknown_rows: np.ndarray
+    logit_tokens: list[int]
+    logit_rows: list[int] | None
+    sampling_rows: list[int]
+    output_indices: list[int]
+
+
+def batch_columns(plan: StepPlan, block_size: int) -> BatchColumns:
+    """The arithmetic from a plan to its flattened batch."""
+    decodes, chunks = plan.decodes, plan.prefills
+    count = len(decodes)
+    input_ids, positions, slots, spans = _prefill_columns(chunks, count, block_size)
+    input_ids[:count] = decodes.token_ids
+    positions[:count] = decodes.positions
+    slots[:count] = decodes.kv_slots
+    unknown = np.flatnonzero(input_ids[:count] < 0)
+    unknown_rows = unknown
+    if len(unknown):
+        unknown_rows = np.array(decodes.rows, dtype=np.int64)[unknown]
+        input_ids[unknown] = 0
+
+    sampling_rows, output_indices = decodes.rows, decodes.output_indices
+    logit_tokens = list(range(count))
+    logit_rows = list(logit_tokens)
+    if any(chunk.sample_rows for chunk in chunks):
+        sampling_rows, output_indices = list(sampling_rows), list(output_indices)
+        for chunk, span in zip(chunks, spans, strict=True):
+            if chunk.sample_rows:
+                logit_rows.extend([len(logit_tokens)] * len(chunk.sample_rows))
+                logit_tokens.append(span.query_start + span.query_len - 1)
+                sampling_rows.extend(chunk.sample_rows)
+                output_indices.extend([chunk.output_index] * len(chunk.sample_rows))
+    shared = len(logit_rows) != len(logit_tokens)
+    return BatchColumns(
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        spans=spans,
+        unknown=unknown,
+        unknown_rows=unknown_rows,
+        logit_tokens=logit_tokens,
+        logit_rows=logit_rows if shared else None,
+        sampling_rows=sampling_rows,
+        output_indices=output_indices,
+    )
+
+
+def _prefill_columns(
+    chunks: list[PrefillChunk], first_token: int, block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[PrefillSpan]]:
+    """Ids, positions and slots [T] with the chunks' parts filled in, and the chunks' spans."""
+    total = first_token + sum(chunk.end - chunk.start for chunk in chunks)
+    input_ids, positions, slots = (np.empty(total, dtype=np.int64) for _ in range(3))
+    spans = []
+    begin = first_token
+    for chunk in chunks:
+        length = chunk.end - chunk.start
+        own = slice(begin, begin + length)
+        at = np.arange(chunk.start, chunk.end)
+        first_block = chunk.start // block_size
+        table = np.array(chunk.block_table[first_block : -(-chunk.end // block_size)], dtype=np.int64)
+        input_ids[own] = chunk.token_ids
+        positions[own] = at
+        slots[own] = table[at // block_size - first_block] * block_size + at % block_size
+        spans.append(PrefillSpan(begin, length, chunk.end, chunk.block_table))
+        begin += length
+    return input_ids, positions, slots, spans
+
+
 class BatchBuilder:
-    """Block tables of the rows, and the arithmetic from a plan to a :class:`StepBatch`."""
+    """Block tables of the rows on the host, and batches for the CPU's attention."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -56,42 +142,23 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's flattened batch; its table updates must have been applied."""
-        decodes, chunks = plan.decodes, plan.prefills
-        count = len(decodes)
-        input_ids, positions, slots, spans = self._prefill_columns(chunks, first_token=count)
-        input_ids[:count] = decodes.token_ids
-        positions[:count] = decodes.positions
-        slots[:count] = decodes.kv_slots
-        metadata = AttentionMetadata(torch.from_numpy(slots), *self._decode_tables(plan), spans)
-
+        columns = batch_columns(plan, self.block_size)
+        metadata = AttentionMetadata(torch.from_numpy(columns.slots), *self._decode_tables(plan), columns.spans)
         placeholders = None
-        unknown = np.flatnonzero(input_ids[:count] < 0)
-        if len(unknown):
-            rows = np.array(decodes.rows, dtype=np.int64)[unknown]
-            placeholders = torch.from_numpy(unknown), torch.from_numpy(rows)
-            input_ids[unknown] = 0
-
-        sampling_rows, output_indices = decodes.rows, decodes.output_indices
-        logit_tokens = list(range(count))
-        logit_rows = list(logit_tokens)
-        if any(chunk.sample_rows for chunk in chunks):
-            sampling_rows, output_indices = list(sampling_rows), list(output_indices)
-            for chunk, span in zip(chunks, spans, strict=True):
-                if chunk.sample_rows:
-                    logit_rows.extend([len(logit_tokens)] * len(chunk.sample_rows))
-                    logit_tokens.append(span.query_start + span.query_len - 1)
-                    sampling_rows.extend(chunk.sample_rows)
-                    output_indices.extend([chunk.output_index] * len(chunk.sample_rows))
-        shared = len(logit_rows) != len(logit_tokens)
+        if len(columns.unknown):
+            placeholders = torch.from_numpy(columns.unknown), torch.from_numpy(columns.unknown_rows)
+        logit_rows = columns.logit_rows
         return StepBatch(
-            input_ids=torch.from_numpy(input_ids),
-            positions=torch.from_numpy(positions),
+            input_ids=torch.from_numpy(columns.input_ids),
+            positions=torch.from_numpy(columns.positions),
+            slots=columns.slots,
             metadata=metadata,
             placeholders=placeholders,
-            logit_tokens=torch.tensor(logit_tokens, dtype=torch.int64),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64) if shared else None,
-            sampling_rows=sampling_rows,
-            output_indices=output_indices,
+            logit_tokens=torch.tensor(columns.logit_tokens, dtype=torch.int64),
+            logit_rows=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
+            sampling_index=torch.tensor(columns.sampling_rows, dtype=torch.int64),
+            sampling_rows=columns.sampling_rows,
+            output_indices=columns.output_indices,
         )
 
     def _decode_tables(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -100,25 +167,3 @@ class BatchBuilder:
         width = -(-int(lens.max(initial=1)) // self.block_size)
         tables = self.block_tables[plan.decodes.rows, :width] if len(lens) else np.zeros((0, 1), dtype=np.int64)
         return torch.from_numpy(tables), torch.from_numpy(lens)
-
-    def _prefill_columns(
-        self, chunks: list[PrefillChunk], first_token: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[PrefillSpan]]:
-        """Ids, positions and slots [T] with the chunks' parts filled in, and the chunks' spans."""
-        total = first_token + sum(chunk.end - chunk.start for chunk in chunks)
-        input_ids, positions, slots = (np.empty(total, dtype=np.int64) for _ in range(3))
-        spans = []
-        size = self.block_size
-        begin = first_token
-        for chunk in chunks:
-            length = chunk.end - chunk.start
-            own = slice(begin, begin + length)
-            at = np.arange(chunk.start, chunk.end)
-            first_block = chunk.start // size
-            table = np.array(chunk.block_table[first_block : -(-chunk.end // size)], dtype=np.int64)
-            input_ids[own] = chunk.token_ids
-            positions[own] = at
-            slots[own] = table[at // size - first_block] * size + at % size
-            spans.append(PrefillSpan(begin, length, chunk.end, chunk.block_table))
-            begin += length
-        return input_ids, positions, slots, spans

@@ -6,7 +6,7 @@ and filters, as vLLM reports by default (`raw_logprobs`); only ids without a tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,17 @@ class LogprobTensors:
     top_ids: Tensor
     top_logprobs: Tensor
     num_top: Sequence[int]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> LogprobTensors:
+        """The same with each tensor replaced by `move` of it."""
+        return LogprobTensors(
+            token_ids=move(self.token_ids),
+            logprobs=move(self.logprobs),
+            ranks=move(self.ranks),
+            top_ids=move(self.top_ids),
+            top_logprobs=move(self.top_logprobs),
+            num_top=self.num_top,
+        )
 
     def to_list(self) -> list[TokenLogprobs]:
         """On the host, one entry per position; waits for the device."""

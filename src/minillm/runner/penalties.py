@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.core.sampling_params import SamplingParams
+from minillm.memory.staging import Upload, upload_to
 
 _INITIAL_SLOTS = 4
 _INITIAL_HISTORY = 256
@@ -26,9 +27,9 @@ class PenaltyState:
     Memory: 4 V bytes + 8 bytes per token of history for each slot; slots grow by doubling, up to ``max_num_seqs``.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, upload: Upload | None = None) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._upload = upload if upload is not None else upload_to(device)
         self._max_slots = max_num_seqs
         self._slot = np.full(max_num_seqs, -1, dtype=np.int64)
         self._free_slots: list[int] = []
@@ -61,13 +62,11 @@ class PenaltyState:
         self._factors[row] = factors
         self._lengths[row] = len(history)
         self._counts[slot].zero_()
-        self._counts[slot, torch.from_numpy(outputs).to(self._device)] = torch.from_numpy(counts.astype(np.int32)).to(
-            self._device
-        )
+        self._counts[slot].index_copy_(0, self._upload(outputs), self._upload(counts.astype(np.int32)))
         if len(history):
             self._grow_history(len(history))
             self._history[slot] = int(history[0])
-            self._history[slot, : len(history)] = torch.from_numpy(history).to(self._device)
+            self._history[slot, : len(history)] = self._upload(history)
 
     def release(self, row: int) -> None:
         """Give back the row's slot; nothing happens for a row without one."""
@@ -82,17 +81,17 @@ class PenaltyState:
             return
         rows = rows[positions]
         if len(positions) < len(tokens):
-            tokens = tokens[self._to_device(positions)]
+            tokens = tokens[self._upload(positions)]
         lengths = self._lengths[rows]
         self._grow_history(int(lengths.max()) + 1)
-        slots = self._to_device(self._slot[rows])
+        slots = self._upload(self._slot[rows])
         ones = torch.ones_like(tokens, dtype=torch.int32)
         self._counts.view(-1).index_put_((slots * self._vocab_size + tokens,), ones, accumulate=True)
         first = lengths == 0
         if first.any():
-            where = self._to_device(np.flatnonzero(first))
+            where = self._upload(np.flatnonzero(first))
             self._history[slots[where]] = tokens[where, None]
-        self._history[slots, self._to_device(lengths)] = tokens
+        self._history[slots, self._upload(lengths)] = tokens
         self._lengths[rows] += 1
 
     def active(self, rows: np.ndarray) -> np.ndarray:
@@ -106,11 +105,11 @@ class PenaltyState:
         l - frequency * count - presence * (count > 0) over the output, as in the OpenAI API.
         """
         longest = int(self._lengths[rows].max())
-        slots = self._to_device(self._slot[rows])[:, None]
-        repetition, presence, frequency = self._to_device(self._factors[rows]).unsqueeze(-1).unbind(1)
+        slots = self._upload(self._slot[rows])[:, None]
+        repetition, presence, frequency = self._upload(self._factors[rows]).unsqueeze(-1).unbind(1)
         # Entries beyond a row's length repeat its first token: duplicates write one and the same value.
         history = self._history[:, :longest][slots[:, 0]]
-        where = history + self._to_device(positions)[:, None] * self._vocab_size
+        where = history + self._upload(positions)[:, None] * self._vocab_size
         flat = logits.view(-1)
         values = flat[where]
         counts = self._counts.view(-1)[history + slots * self._vocab_size]
@@ -118,9 +117,6 @@ class PenaltyState:
         values = values - frequency * counts - presence * (counts > 0)
         # A repetition penalty far below 1 may overflow; that row should still sample.
         flat[where] = values.clamp_(max=torch.finfo(values.dtype).max)
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _take_slot(self) -> int:
         if not self._free_slots:

@@ -4,29 +4,36 @@ A step goes through swap-outs, swap-ins, block copies, row assignments, table up
 in the order that :mod:`minillm.core.plan` states. Everything that a later plan needs from an earlier one (last sampled
 tokens, penalty counts, KV) stays on the device; the host reads results only in :meth:`PyTorchModelRunner.collect`.
 
+On a GPU `forward` and `sample` only enqueue: results travel to page-locked memory behind the step's work, and `collect`
+waits for the event behind them. Everything else is the same code for every device (:mod:`minillm.runner.device`).
+
 Failures are confined to rows:
 
 - hidden states that are not finite fail their row, in the very step that made them, sampling or not: so a block that
   holds such keys or values is never published. The slots that the row wrote are cleared (the cache's rule that all
-  slots are finite).
+  slots are finite). On a GPU that is found out in `collect`. A plan in flight behind it may spoil slots of the same row
+  again and clears them in its own `collect`; the row's blocks are quarantined until then.
 - an exception out of the batched forward pass or the batched sampling repeats it row by row, and fails the rows that
-  raise alone as well. If every one of several rows raises, it is not a row's fault: the exception goes on.
+  raise alone as well. If every one of several rows raises, it is not a row's fault: the exception goes on. So does a
+  failure of the device itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.attention.cpu import GatherWorkspace, PagedAttentionContext
+from minillm.attention.cuda import AttentionKernels, CudaAttention
 from minillm.attention.interface import AttentionContext, LayerAttention
-from minillm.core.errors import ConfigError, EngineDeadError
+from minillm.core.errors import EngineDeadError
 from minillm.core.plan import (
     DecodeBatch,
     PrefillChunk,
@@ -39,6 +46,8 @@ from minillm.core.plan import (
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache
 from minillm.memory.swap_space import SwapCopy, SwapSpace
 from minillm.runner.batch_builder import BatchBuilder, StepBatch
+from minillm.runner.cuda_batch_builder import CudaBatchBuilder
+from minillm.runner.device import Mark, is_device_failure, step_device
 from minillm.runner.logprobs import LogprobTensors
 from minillm.runner.sampler import Sampler
 
@@ -55,7 +64,7 @@ class DecoderModel(Protocol):
     """What the runner needs from a model (:class:`minillm.models.decoder.Decoder` is one)."""
 
     config: Any
-    """With `vocab_size` (width of the logits), `num_layers`, `num_kv_heads` and `head_dim`."""
+    """With `vocab_size` (width of the logits), `num_layers`, `num_heads`, `num_kv_heads` and `head_dim`."""
     dtype: torch.dtype
     layer_attention: list[LayerAttention]
 
@@ -82,23 +91,29 @@ def kv_cache_spec(model: DecoderModel, block_size: int) -> KVCacheSpec:
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step under way: what has been computed, and which rows failed so far."""
+    """A step under way: what has been computed, and which rows failed so far.
+
+    Host tensors are valid once the device has passed the last of `marks`.
+    """
 
     plan: StepPlan
     batch: StepBatch
     hidden: Tensor | None = None
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    largest: Tensor | None = None
+    """[T] on the host: each token's largest absolute hidden value, where `collect` looks for what is not finite."""
+    prompt_logprobs: list[tuple[PrefillChunk, list[LogprobTensors]]] = field(default_factory=list)
     tokens: Tensor | None = None
-    """int64 [R], once sampled; `unsampled` bool [R] marks rows for which no token could be."""
+    """int64 [R] on the host, once sampled; `unsampled` bool [R] marks rows for which no token could be."""
     unsampled: Tensor | None = None
     logprobs: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
     """Pieces: (sampling rows, their scores)."""
+    marks: list[Mark] = field(default_factory=list)
+    """Before and after the forward pass, before and after sampling."""
     failures: dict[int, str] = field(default_factory=dict)
     failed_requests: dict[str, str] = field(default_factory=dict)
     failed_swaps: list[str] = field(default_factory=list)
     swap_outs: list[SwapCopy] = field(default_factory=list)
     swap_ins: list[SwapCopy] = field(default_factory=list)
-    timings: StepTimings = field(default_factory=StepTimings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +128,11 @@ class _Unit:
 
 
 class PyTorchModelRunner:
-    """Runs `model` over `cache` on the CPU (see the module's text). Implements `ModelRunner`.
+    """Runs `model` over `cache`, on the device of both (see the module's text). Implements `ModelRunner`.
 
     `max_model_len` bounds positions; `invalid_token_ids` are ids below the logits' width that stand for no token and
     are masked before sampling; `swap_space` None makes every swap of a plan fail (and the scheduler recompute).
+    `kernels` replace the device's own attention; given on a CPU, the GPU's way through this class runs there.
     """
 
     def __init__(
@@ -129,17 +145,39 @@ class PyTorchModelRunner:
         swap_space: SwapSpace | None = None,
         eos_token_ids: Sequence[int] = (),
         invalid_token_ids: Sequence[int] = (),
+        kernels: AttentionKernels | None = None,
     ) -> None:
-        if cache.device.type != "cpu":
-            raise ConfigError(f"device={cache.device} is not supported by this runner; it runs on the CPU")
         self.model = model
         self.cache = cache
         self.swap_space = swap_space
-        self.builder = BatchBuilder(max_num_seqs, max_model_len, cache.spec.block_size)
-        vocab_size = model.config.vocab_size
-        self.sampler = Sampler(max_num_seqs, vocab_size, cache.device, eos_token_ids, invalid_token_ids)
-        self._workspace = GatherWorkspace()
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
+        self._device = step_device(cache.device)
+        self._asynchronous = cache.device.type == "cuda" or kernels is not None
+        with self._device.active():
+            self.builder: BatchBuilder | CudaBatchBuilder
+            if self._asynchronous:
+                attention = CudaAttention(
+                    cache,
+                    model.layer_attention,
+                    num_heads=model.config.num_heads,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
+                    kernels=kernels,
+                )
+                self.builder = CudaBatchBuilder(attention, cache.spec.block_size, self._device.upload)
+                self._attention: Callable[[Any], AttentionContext] = attention.begin
+            else:
+                workspace = GatherWorkspace()
+                self.builder = BatchBuilder(max_num_seqs, max_model_len, cache.spec.block_size)
+                self._attention = lambda meta: PagedAttentionContext(cache, model.layer_attention, meta, workspace)
+            self.sampler = Sampler(
+                max_num_seqs,
+                model.config.vocab_size,
+                cache.device,
+                eos_token_ids,
+                invalid_token_ids,
+                self._device.upload,
+            )
+            self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
         self._rows: dict[int, RowAssignment] = {}
         self._closed = False
 
@@ -148,17 +186,18 @@ class PyTorchModelRunner:
         """Copies, assignments and the forward pass of `plan`."""
         if self._closed:
             raise EngineDeadError("the model runner is closed")
-        failed_swaps, outs, ins = self._copy(plan)
-        self.builder.update_tables(plan.table_updates)
-        assign_errors = self._assign(plan.assignments)
-        begin = time.perf_counter()
-        handle = StepHandle(plan, self.builder.build(plan), failed_swaps=failed_swaps, swap_outs=outs, swap_ins=ins)
-        if handle.batch.num_tokens:
-            handle.hidden = self._forward_batch(handle)
-            if handle.hidden is not None:
-                self._fail_not_finite(handle, handle.hidden)
-                self._score_prompts(handle, handle.hidden)
-            handle.timings.forward = time.perf_counter() - begin
+        with self._device.active():
+            failed_swaps, outs, ins = self._copy(plan)
+            self.builder.update_tables(plan.table_updates)
+            assign_errors = self._assign(plan.assignments)
+            start = self._device.mark()
+            handle = StepHandle(plan, self.builder.build(plan), failed_swaps=failed_swaps, swap_outs=outs, swap_ins=ins)
+            if handle.batch.num_tokens:
+                handle.hidden = self._forward_batch(handle)
+                if handle.hidden is not None:
+                    self._look_for_not_finite(handle, handle.hidden)
+                    self._score_prompts(handle, handle.hidden)
+            handle.marks = [start, self._device.mark()]
         for index, row in enumerate(handle.batch.sampling_rows) if assign_errors else ():
             if row in assign_errors:
                 handle.failures[index] = assign_errors[row]
@@ -170,43 +209,40 @@ class PyTorchModelRunner:
         batch = handle.batch
         if not batch.sampling_rows:
             return
-        begin = time.perf_counter()
-        if handle.hidden is None:  # the only row raised in the forward pass
-            tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64)
-            handle.tokens, handle.unsampled = tokens, tokens == 0
-        else:
-            tokens = self._sample_rows(handle, self._logits(handle.hidden, batch), masks)
-            handle.hidden = None
-        self._last_tokens.index_copy_(0, torch.tensor(batch.sampling_rows), tokens)
-        self.sampler.state.append(batch.sampling_rows, tokens)
-        handle.timings.sample = time.perf_counter() - begin
+        with self._device.active():
+            start = self._device.mark()
+            if handle.hidden is None:  # the only row raised in the forward pass
+                tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64, device=self.cache.device)
+                unsampled = tokens == 0
+            else:
+                if masks is not None:
+                    masks = masks.to(self.cache.device, non_blocking=True)
+                tokens, unsampled = self._sample_rows(handle, self._logits(handle.hidden, batch), masks)
+                handle.hidden = None
+            self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
+            self.sampler.state.append(batch.sampling_rows, tokens)
+            handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
+            handle.marks += [start, self._device.mark()]
 
+    @torch.inference_mode()
     def collect(self, handle: StepHandle) -> StepOutcome:
         """Wait for the step's end and report it."""
-        timings = handle.timings
-        tokens: list[list[int]] = []
-        logprobs: list[TokenLogprobs | None] | None = None
-        if handle.batch.sampling_rows:
-            if handle.tokens is None or handle.unsampled is None:
-                raise RuntimeError(f"step {handle.plan.step} was not sampled")
-            tokens = handle.tokens[:, None].tolist()
-            if handle.unsampled.any():
-                for index in handle.unsampled.nonzero()[:, 0].tolist():
-                    handle.failures.setdefault(index, NO_TOKEN)
-            if handle.logprobs:
-                logprobs = [None] * len(tokens)
-                for indices, scores in handle.logprobs:
-                    for index, entry in zip(indices, scores.to_list(), strict=True):
-                        logprobs[index] = entry
-        if handle.swap_outs:
-            timings.swap_out = sum(copy.seconds() for copy in handle.swap_outs)
-        if handle.swap_ins:
-            timings.swap_in = sum(copy.seconds() for copy in handle.swap_ins)
+        with self._device.active():
+            self._device.wait(handle.marks[-1])
+            if handle.largest is not None:
+                self._fail_tokens(handle, handle.largest.isfinite().logical_not_())
+            tokens, logprobs = self._results(handle)
+            timings = self._timings(handle)
+        prompt_logprobs = {
+            chunk.request_id: (chunk.start + 1, [entry for piece in pieces for entry in piece.to_list()])
+            for chunk, pieces in handle.prompt_logprobs
+            if not self._has_failed(handle, chunk)
+        }
         return StepOutcome(
             step=handle.plan.step,
             token_ids=tokens,
             logprobs=logprobs,
-            prompt_logprobs=handle.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             failures=handle.failures,
             failed_requests=handle.failed_requests,
             failed_swaps=handle.failed_swaps,
@@ -215,10 +251,50 @@ class PyTorchModelRunner:
 
     def close(self) -> None:
         """Drop the model, the cache and the swap space; further calls are errors. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._rows.clear()
-        for name in ("model", "cache", "swap_space", "sampler", "_workspace"):
+        # A device that failed still has to let go of the memory.
+        with contextlib.suppress(Exception):
+            self._device.wait(self._device.mark())
+        for name in ("model", "cache", "swap_space", "sampler", "builder", "_attention", "_last_tokens"):
             self.__dict__.pop(name, None)
+        with contextlib.suppress(Exception):
+            self._device.release()
+
+    # -- the end of a step ------------------------------------------------------------------------------------------
+
+    def _results(self, handle: StepHandle) -> tuple[list[list[int]], list[TokenLogprobs | None] | None]:
+        """Tokens of the sampling rows and the scores of those that asked; rows without a token are noted as failed."""
+        if not handle.batch.sampling_rows:
+            return [], None
+        if handle.tokens is None or handle.unsampled is None:
+            raise RuntimeError(f"step {handle.plan.step} was not sampled")
+        if handle.unsampled.any():
+            for index in handle.unsampled.nonzero()[:, 0].tolist():
+                handle.failures.setdefault(index, NO_TOKEN)
+        tokens = handle.tokens[:, None].tolist()
+        if not handle.logprobs:
+            return tokens, None
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        for indices, scores in handle.logprobs:
+            for index, entry in zip(indices, scores.to_list(), strict=True):
+                logprobs[index] = entry
+        return tokens, logprobs
+
+    def _timings(self, handle: StepHandle) -> StepTimings:
+        """What was measured; waits for the swap copies."""
+        timings, marks = StepTimings(), handle.marks
+        if handle.batch.num_tokens:
+            timings.forward = self._device.seconds(marks[0], marks[1])
+        if len(marks) == 4:
+            timings.sample = self._device.seconds(marks[2], marks[3])
+        if handle.swap_outs:
+            timings.swap_out = sum(copy.seconds() for copy in handle.swap_outs)
+        if handle.swap_ins:
+            timings.swap_in = sum(copy.seconds() for copy in handle.swap_ins)
+        return timings
 
     # -- before the forward pass ------------------------------------------------------------------------------------
 
@@ -249,6 +325,8 @@ class PyTorchModelRunner:
         try:
             return [copy([i for _, source, _ in moves for i in source], [i for _, _, target in moves for i in target])]
         except Exception as error:
+            if is_device_failure(error):
+                raise
             logger.warning("a swap copy failed (%s); trying its %d requests one by one", error, len(moves))
         copies = []
         for request_id, source, target in moves:
@@ -267,6 +345,8 @@ class PyTorchModelRunner:
             try:
                 self.sampler.state.assign(row, params, seed, choice, input_ids, output_ids)
             except Exception as error:
+                if is_device_failure(error):
+                    raise
                 errors[row] = str(error)
         return errors
 
@@ -277,14 +357,15 @@ class PyTorchModelRunner:
         try:
             return self._run_model(handle.batch)
         except Exception as error:
+            if is_device_failure(error):
+                raise
             return self._forward_units(handle, error)
 
     def _run_model(self, batch: StepBatch) -> Tensor:
         if batch.placeholders is not None:
             tokens, rows = batch.placeholders
-            batch.input_ids[tokens] = self._last_tokens[rows]
-        context = PagedAttentionContext(self.cache, self.model.layer_attention, batch.metadata, self._workspace)
-        return self.model.forward(batch.input_ids, batch.positions, context)
+            batch.input_ids.index_copy_(0, tokens, self._last_tokens.index_select(0, rows))
+        return self.model.forward(batch.input_ids, batch.positions, self._attention(batch.metadata))
 
     def _forward_units(self, handle: StepHandle, cause: Exception) -> Tensor | None:
         """The forward pass repeated unit by unit after a batched one raised `cause`."""
@@ -295,6 +376,8 @@ class PyTorchModelRunner:
             try:
                 parts.append(self._run_model(self.builder.build(unit.plan)))
             except Exception as error:
+                if is_device_failure(error):
+                    raise
                 parts.append(None)
                 self._fail(handle, unit, f"{type(error).__name__}: {error}")
         done = [part for part in parts if part is not None]
@@ -302,20 +385,28 @@ class PyTorchModelRunner:
             if len(units) > 1:
                 raise cause
             return None
+        handle.batch = self.builder.build(handle.plan)  # its tensors made way for the units'
         hidden = done[0].new_zeros(handle.batch.num_tokens, done[0].shape[1])
         for unit, part in zip(units, parts, strict=True):
             if part is not None:
                 hidden[unit.tokens] = part
         return hidden
 
-    def _fail_not_finite(self, handle: StepHandle, hidden: Tensor) -> None:
-        """Fail every row with a hidden state that is not finite."""
+    def _look_for_not_finite(self, handle: StepHandle, hidden: Tensor) -> None:
+        """Fail every row with a hidden state that is not finite, or leave that to `collect`."""
+        if self._asynchronous:
+            handle.largest = self._device.to_host(torch.linalg.vector_norm(hidden, torch.inf, -1))
+            return
         if hidden.sum(dtype=torch.float32).isfinite() or hidden.isfinite().all():
             return  # a finite sum has finite terms; only the rare other case looks at all of them
-        bad = hidden.isfinite().all(-1).logical_not_()
-        for unit in self._units(handle.plan):
-            if bad[unit.tokens].any():
-                self._fail(handle, unit, NOT_FINITE)
+        self._fail_tokens(handle, hidden.isfinite().all(-1).logical_not_())
+
+    def _fail_tokens(self, handle: StepHandle, bad: Tensor) -> None:
+        """Fail every row that has a token in `bad` (bool [T], on the host)."""
+        if bad.any():
+            for unit in self._units(handle.plan):
+                if bad[unit.tokens].any():
+                    self._fail(handle, unit, NOT_FINITE)
 
     def _fail(self, handle: StepHandle, unit: _Unit, error: str) -> None:
         """Record the unit's failure and clear what it wrote, so that whoever gets the block next reads no NaN."""
@@ -323,7 +414,7 @@ class PyTorchModelRunner:
             handle.failures.update(dict.fromkeys(unit.sampling, error))
         else:
             handle.failed_requests[unit.request_id] = error
-        self.cache.clear_slots(handle.batch.metadata.slot_mapping[unit.tokens])
+        self.cache.clear_slots(torch.from_numpy(handle.batch.slots[unit.tokens]))
 
     def _units(self, plan: StepPlan) -> Iterator[_Unit]:
         columns = plan.decodes
@@ -348,10 +439,10 @@ class PyTorchModelRunner:
         """Log-probabilities of the prompt positions that this step's chunks predict, for those that ask."""
         start = len(handle.plan.decodes)
         for chunk in handle.plan.prefills:
-            if chunk.prompt_logprobs and not self._has_failed(handle, chunk):
-                entries = self._score_chunk(chunk, hidden[start:])
-                if entries:
-                    handle.prompt_logprobs[chunk.request_id] = (chunk.start + 1, entries)
+            if chunk.prompt_logprobs:
+                pieces = self._score_chunk(chunk, hidden[start:])
+                if pieces:
+                    handle.prompt_logprobs.append((chunk, pieces))
             start += chunk.end - chunk.start
 
     def _has_failed(self, handle: StepHandle, chunk: PrefillChunk) -> bool:
@@ -361,17 +452,17 @@ class PyTorchModelRunner:
             handle.batch.sampling_rows[index] in chunk.sample_rows for index in handle.failures
         )
 
-    def _score_chunk(self, chunk: PrefillChunk, hidden: Tensor) -> list[TokenLogprobs]:
+    def _score_chunk(self, chunk: PrefillChunk, hidden: Tensor) -> list[LogprobTensors]:
         """Scores of prompt positions [start + 1, end]: row i predicts the token behind it, also the next chunk's."""
         assignment = self._rows[chunk.row]
-        targets = torch.tensor(assignment.input_ids[chunk.start + 1 : chunk.end + 1], dtype=torch.int64)
+        targets = self._device.upload(np.array(assignment.input_ids[chunk.start + 1 : chunk.end + 1], dtype=np.int64))
         num_top = assignment.sampling_params.prompt_logprobs or 0
-        entries: list[TokenLogprobs] = []
+        pieces = []
         for begin in range(0, len(targets), PROMPT_LOGPROB_SLICE):
             ids = targets[begin : begin + PROMPT_LOGPROB_SLICE]
             logits = self.model.compute_logits(hidden[begin : begin + len(ids)])
-            entries.extend(self.sampler.score(logits, ids, num_top).to_list())
-        return entries
+            pieces.append(self.sampler.score(logits, ids, num_top).moved(self._device.to_host))
+        return pieces
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
@@ -382,38 +473,42 @@ class PyTorchModelRunner:
         logits = self.model.compute_logits(hidden)
         return logits if batch.logit_rows is None else logits.index_select(0, batch.logit_rows)
 
-    def _sample_rows(self, handle: StepHandle, logits: Tensor, masks: Any | None) -> Tensor:
-        """Sample all rows; returns their tokens int64 [R]."""
+    def _sample_rows(self, handle: StepHandle, logits: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Sample all rows; returns their tokens int64 [R], and bool [R] for which there is none."""
         batch = handle.batch
         try:
             result = self.sampler.sample(logits, batch.sampling_rows, batch.output_indices, masks)
         except Exception as error:
+            if is_device_failure(error):
+                raise
             logger.warning("sampling of step %d raised (%s); repeating it row by row", handle.plan.step, error)
             return self._sample_one_by_one(handle, logits, masks, error)
-        handle.tokens, handle.unsampled = result.token_ids, result.failed
         if result.logprobs is not None:
-            handle.logprobs.append((result.logprob_rows, result.logprobs))
-        return result.token_ids
+            handle.logprobs.append((result.logprob_rows, result.logprobs.moved(self._device.to_host)))
+        return result.token_ids, result.failed
 
-    def _sample_one_by_one(self, handle: StepHandle, logits: Tensor, masks: Any | None, cause: Exception) -> Tensor:
+    def _sample_one_by_one(
+        self, handle: StepHandle, logits: Tensor, masks: Tensor | None, cause: Exception
+    ) -> tuple[Tensor, Tensor]:
         """Row by row, after a batched call raised `cause`; what raises again fails its row."""
         batch = handle.batch
-        tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64)
-        unsampled = torch.zeros(len(tokens), dtype=torch.bool)
+        tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64, device=logits.device)
+        unsampled = torch.zeros(len(tokens), dtype=torch.bool, device=logits.device)
         raised = 0
         for i, (row, index) in enumerate(zip(batch.sampling_rows, batch.output_indices, strict=True)):
             try:
                 allowed = None if masks is None else masks[i : i + 1]
                 result = self.sampler.sample(logits[i : i + 1], [row], [index], allowed)
             except Exception as error:
+                if is_device_failure(error):
+                    raise
                 raised += 1
                 unsampled[i] = True
                 handle.failures.setdefault(i, f"{type(error).__name__}: {error}")
                 continue
             tokens[i], unsampled[i] = result.token_ids[0], result.failed[0]
             if result.logprobs is not None:
-                handle.logprobs.append(([i], result.logprobs))
+                handle.logprobs.append(([i], result.logprobs.moved(self._device.to_host)))
         if raised == len(tokens) > 1:
             raise cause
-        handle.tokens, handle.unsampled = tokens, unsampled
-        return tokens
+        return tokens, unsampled

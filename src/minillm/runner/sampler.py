@@ -4,6 +4,7 @@ Each sampling row passes, in this order: mask of ids without a token, logit_bias
 (a grammar), penalties; then greedy choice, or temperature, min_p, top_k, top_p and one draw. Rows are split by what
 they need into at most five groups (greedy; few candidates; the whole vocabulary with top_k, with top_p, plain), each
 one batch of tensor operations; nothing loops over requests except to collect rare edits (logit_bias, min_tokens).
+On a GPU no call waits for the device.
 
 Randomness (docs/design.md, rule 7): the draw for output i of choice c inverts the row's cumulative distribution, in
 the order of token ids, at one Philox number of (seed, c, i). Together with the integer weights of `sampling_ops` the
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minillm.core.sampling_params import SamplingParams
+from minillm.memory.staging import Upload, upload_to
 from minillm.runner.logprobs import LogprobTensors, compute_logprobs
 from minillm.runner.penalties import PenaltyState
 from minillm.runner.philox import UniformRows
@@ -52,11 +54,17 @@ class SamplerState:
     """Sampling parameters of each row (sequence slot), as host arrays, with the penalty counts on the device."""
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int] = ()
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_token_ids: Sequence[int] = (),
+        upload: Upload | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.upload = upload if upload is not None else upload_to(self.device)
         self.version = 0
         """Grows with every change of a row, so that what was derived from the rows can be kept until then."""
         self._eos_token_ids = tuple(eos_token_ids)
@@ -69,7 +77,7 @@ class SamplerState:
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.uniforms = UniformRows(max_num_seqs)
-        self.penalties = PenaltyState(max_num_seqs, vocab_size, self.device)
+        self.penalties = PenaltyState(max_num_seqs, vocab_size, self.device, self.upload)
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}
         self.stop_ids: dict[int, Tensor] = {}
 
@@ -98,13 +106,13 @@ class SamplerState:
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self.device)
-            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
-            self.bias[row] = (ids, values)
+            ids = np.array(list(params.logit_bias), dtype=np.int64)
+            values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+            self.bias[row] = (self.upload(ids), self.upload(values))
         stops = sorted({i for i in (*self._eos_token_ids, *params.stop_token_ids) if i < self.vocab_size})
         self.min_tokens[row] = min(params.min_tokens, _MAX_INDEX) if stops else 0
         if self.min_tokens[row]:
-            self.stop_ids[row] = torch.tensor(stops, dtype=torch.int64, device=self.device)
+            self.stop_ids[row] = self.upload(np.array(stops, dtype=np.int64))
         self.assigned[row] = True
         self.version += 1
 
@@ -146,9 +154,12 @@ class Sampler:
         device: torch.device | str = "cpu",
         eos_token_ids: Sequence[int] = (),
         invalid_token_ids: Sequence[int] = (),
+        upload: Upload | None = None,
     ) -> None:
-        """`vocab_size` is the width of the logits; `invalid_token_ids` are ids that stand for no token (padding)."""
-        self.state = SamplerState(max_num_seqs, vocab_size, device, eos_token_ids)
+        """`vocab_size` is the width of the logits; `invalid_token_ids` are ids that stand for no token (padding).
+        `upload` None makes one for `device`."""
+        self.state = SamplerState(max_num_seqs, vocab_size, device, eos_token_ids, upload)
+        self._upload = self.state.upload
         self._workspace = Workspace(self.state.device)
         self._groups: list[_Group] = []
         self._groups_of: tuple[int, bytes] = (-1, b"")
@@ -188,7 +199,7 @@ class Sampler:
         asked = np.flatnonzero(self.state.num_logprobs[row_array] >= 0)
         logprobs = None
         if len(asked):
-            where = self._to_device(asked)
+            where = self._upload(asked)
             counts = self.state.num_logprobs[row_array[asked]].tolist()
             logprobs = compute_logprobs(_take(logits, asked, where), tokens[where], counts)
         return SampleResult(tokens, failed, logprobs, asked.tolist())
@@ -229,7 +240,8 @@ class Sampler:
             ids = torch.cat([state.bias[int(rows[i])][0] + i * width for i in biased])
             flat[ids] += torch.cat([state.bias[int(rows[i])][1] for i in biased])
         if len(held_back):
-            flat[torch.cat([state.stop_ids[int(rows[i])] + i * width for i in held_back.tolist()])] = -torch.inf
+            stops = torch.cat([state.stop_ids[int(rows[i])] + i * width for i in held_back.tolist()])
+            flat.index_fill_(0, stops, -torch.inf)
         if allowed is not None:
             work.masked_fill_(_allowed_bits(allowed, width).logical_not(), -torch.inf)
         if len(penalised):
@@ -246,7 +258,7 @@ class Sampler:
             maxima = maxima.masked_fill(failed, 0.0)
         for group in self._grouped(rows):
             uniforms = self.state.uniforms.take(group.rows, indices[group.positions])
-            params = group.params._replace(uniform=self._to_device(uniforms))
+            params = group.params._replace(uniform=self._upload(uniforms))
             group_logits = _take(work, group.positions, group.where)
             group_maxima = _take(maxima, group.positions, group.where)
             if group.few:
@@ -273,7 +285,7 @@ class Sampler:
         state = self.state
         rows = rows[positions]
         min_p, top_p, top_k = state.min_p[rows], state.top_p[rows], state.top_k[rows]
-        packed = self._to_device(np.stack((state.temperature[rows], min_p, top_p, top_k)))
+        packed = self._upload(np.stack((state.temperature[rows], min_p, top_p, top_k)))
         params = DrawParams(
             temperature=packed[0].float(),
             min_p=packed[1].float(),
@@ -284,10 +296,7 @@ class Sampler:
             any_top_p=bool((top_p < 1.0).any()),
             any_top_k=bool((top_k < state.vocab_size).any()),
         )
-        return _Group(positions, rows, self._to_device(positions), params, few, int(top_k.max()))
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.state.device, non_blocking=True)
+        return _Group(positions, rows, self._upload(positions), params, few, int(top_k.max()))
 
 
 def _take(tensor: Tensor, positions: np.ndarray, where: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ _WEIGHT_SCALE = 2.0**40
 _HEAD = 128
 _BINS = 2048
 _BINS_PER_NAT = 64.0
+_LARGEST_KEY = (1 << 31) - 1
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+"""(shift, bits) of a 32-bit key's digits, highest first."""
 # Slices bound the temporary memory; on a CPU they also stay in the cache (5 rows of 49,152). 2^22 weights of up to
 # 2^40 each cannot overflow an int64 sum.
 _SLICE_ELEMENTS = {"cpu": 1 << 18}
@@ -75,8 +78,10 @@ def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams, workspace:
     Rows without top_k and top_p need the cumulative weights alone. Rows with top_p try the 128 most likely tokens first
     (:func:`_draw_from_head`); the others, and rows with a large top_k, find the cut in a histogram
     (:func:`_draw_filtered`), so even a flat distribution is never sorted as a whole. One row of 49,152 on one core of
-    a Xeon with AVX-512: 0.15 ms plain, 0.4 ms in the head, 1 to 2 ms by histogram; a sort takes 3 ms. On a device
-    other than a CPU the filtered paths synchronise.
+    a Xeon with AVX-512: 0.15 ms plain, 0.4 ms in the head, 1 to 2 ms by histogram; a sort takes 3 ms.
+
+    On a GPU the number of candidates must not be asked for, since that would wait for the device: there the cuts of
+    top_k and top_p are found by :func:`_keep_prefix_dense` over whole rows. The tokens are the same.
     """
     num_rows, vocab_size = logits.shape
     step = max(1, _SLICE_ELEMENTS.get(logits.device.type, _SLICE_ELEMENTS_OTHER) // vocab_size)
@@ -89,6 +94,8 @@ def draw_from_all(logits: Tensor, maxima: Tensor, params: DrawParams, workspace:
 
 def _draw_slice(logits: Tensor, maxima: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
     scaled, weights = _weights(logits, maxima, params, workspace)
+    if logits.device.type != "cpu":
+        return _draw_dense(weights, logits, params, workspace)
     if params.any_top_k:
         return _draw_filtered(scaled, weights, logits, params, workspace)
     if not params.any_top_p:
@@ -141,6 +148,8 @@ def top_k_lowest_id(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     vocab_size = logits.shape[-1]
     k = min(k, vocab_size)
+    if k == 0:
+        return logits[:, :0], torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
     every = torch.arange(vocab_size, device=logits.device)
     if logits.device.type != "cpu":
         ids = _order_keys(logits, every).topk(k, dim=-1).indices
@@ -187,6 +196,43 @@ def _draw(weights: Tensor, uniform: Tensor, workspace: Workspace | None = None) 
     total = cumulative[:, -1]
     target = torch.minimum((uniform * total).to(torch.int64), total - 1)
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+
+
+def _draw_dense(weights: Tensor, logits: Tensor, params: DrawParams, workspace: Workspace) -> Tensor:
+    """As :func:`_draw_filtered` without asking the device how many candidates there are; `weights` is overwritten."""
+    if params.any_top_k or params.any_top_p:
+        zero = torch.zeros((), dtype=torch.int64, device=logits.device)
+        keys = (_order_keys(logits, zero) >> 32).neg_().add_(_LARGEST_KEY)
+        if params.any_top_k:
+            one = (zero + 1).expand_as(weights)
+            weights.mul_(_keep_prefix_dense(keys, one, params.top_k))
+        if params.any_top_p:
+            weights.mul_(_keep_prefix_dense(keys, weights, _mass_limit(weights.sum(-1), params.top_p)))
+    return _draw(weights, params.uniform, workspace)
+
+
+def _keep_prefix_dense(keys: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
+    """Tokens of rows [R, V] before which the row has less than `limit` [R] of `measure`: bool [R, V].
+
+    "Before" is the order (key ascending, id ascending); keys are of 32 bits. The cut's key is found from its highest
+    digit to its lowest, by a histogram over the digits of those keys that agree with it so far (a radix select); the
+    order of ids matters only among tokens of that very key. `limit` is at least 1.
+    """
+    before = torch.zeros_like(limit)
+    cut = torch.zeros_like(limit)
+    agrees = torch.ones(keys.shape, dtype=torch.bool, device=keys.device)
+    for shift, bits in _DIGITS:
+        digits = (keys >> shift).bitwise_and_((1 << bits) - 1)
+        histogram = torch.zeros((len(keys), 1 << bits), dtype=torch.int64, device=keys.device)
+        cumulative = histogram.scatter_add_(1, digits, measure * agrees).cumsum_(1)
+        # The first digit at which the limit is reached; the last one if it never is (then all is kept).
+        digit = torch.searchsorted(cumulative, (limit - before)[:, None]).clamp_(max=(1 << bits) - 1)
+        before += cumulative.gather(1, (digit - 1).clamp_(min=0)).masked_fill_(digit == 0, 0)[:, 0]
+        cut += digit[:, 0] << shift
+        agrees &= digits == digit
+    tied = measure * agrees
+    within = (before[:, None] + tied.cumsum(1) - tied) < limit[:, None]
+    return (keys < cut[:, None]).logical_or_(agrees.logical_and_(within))
 
 
 class _Candidates(NamedTuple):

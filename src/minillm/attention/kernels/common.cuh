@@ -10,6 +10,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#ifndef INFINITY  // of math.h, which NVRTC does not have
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
 using i64 = long long;
 using u8 = unsigned char;
 using u16 = unsigned short;

@@ -1,0 +1,216 @@
+"""Paged attention on a GPU: what a step needs on the device, and which kernel serves which part of it.
+
+```
+plan's table updates ──► tables [rows, blocks]           persistent, int32, only changes are sent
+a step's rows        ──► step tables [S, blocks] ─┐      one gather on the device
+lengths, slots       ──► (one packed transfer)  ──┼──► write_kv, decode rows, prefill chunks: per layer
+                         plans of the kernels   ──┘      made once a step
+```
+Everything is enqueued on the current stream and nothing waits for it. Sequences are in the batch's order, decode rows
+before prefill chunks, so that both kernels read slices of the same arrays.
+
+float16 and bfloat16 with the usual head and block sizes go through the tuned kernels
+(:mod:`minillm.attention.cuda_decode`, :mod:`minillm.attention.cuda_prefill`); all else goes through the simple one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.attention.interface import LayerAttention
+from minillm.memory.paged_kv_cache import PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMetadata:
+    """One step's batch of T tokens in S sequences: D decode rows, one token each, then P prefill chunks.
+
+    Tensors are on the device; `host_query_start` and `host_context_lens` are the chunks' again, for plans that are
+    made on the host.
+    """
+
+    num_decodes: int
+    max_blocks: int
+    """Blocks of the longest sequence of the step."""
+    slot_mapping: Tensor
+    """int64 [T]: KV slot of each token; negative is padding."""
+    rows: Tensor
+    """int64 [S]: row of each sequence in the block tables."""
+    context_lens: Tensor
+    """int32 [S]: tokens of each sequence with those of this step."""
+    query_start: Tensor
+    """int32 [S + 1]: where each sequence's tokens begin in the batch."""
+    prefill_query_start: Tensor
+    """int32 [P + 1]: the same of the chunks, counted from the first chunk's first token."""
+    host_query_start: np.ndarray
+    host_context_lens: np.ndarray
+
+    @property
+    def num_prefills(self) -> int:
+        """Number of prefill chunks P."""
+        return len(self.host_context_lens)
+
+
+class AttentionKernels(Protocol):
+    """The operations on the device. K and V caches are one layer's, [num_blocks, Hkv, block_size, d]."""
+
+    def plan(self, meta: CudaMetadata) -> None:
+        """Prepare what depends on the step alone; called once a step, before any layer."""
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """k, v [T, Hkv, d] to the slots int64 [T]; negative slots are skipped."""
+        ...
+
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
+    ) -> None:
+        """q [D, Hq, d] of the planned step's decode rows, block tables int32 [D, W] -> out [D, Hq, d]."""
+        ...
+
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
+    ) -> None:
+        """q [tokens of chunks, Hq, d], block tables int32 [P, W] -> out, shaped as q."""
+        ...
+
+
+class CudaAttention:
+    """The attention context of a GPU (`AttentionContext`). One for a runner: its buffers live as long as that.
+
+    `layers[i]` are layer i's parameters; `kernels` None takes this package's own.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        layers: Sequence[LayerAttention],
+        *,
+        num_heads: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        kernels: AttentionKernels | None = None,
+    ) -> None:
+        spec = cache.spec
+        self.layers = layers
+        self.table_width = spec.blocks_for_tokens(max_model_len)
+        self._dtype = spec.dtype
+        self._caches = [(cache.k(layer), cache.v(layer)) for layer in range(spec.num_layers)]
+        self._tables = torch.zeros((max_num_seqs, self.table_width), dtype=torch.int32, device=cache.device)
+        self._kernels = kernels or CudaKernels(
+            cache, num_heads=num_heads, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
+        self._meta: CudaMetadata | None = None
+        self._step_tables = self._tables[:0]
+
+    def update_tables(self, positions: Tensor, blocks: Tensor) -> None:
+        """Set entries of the block tables [rows, table_width], flat: int64 [U] positions, each once, int32 [U] ids."""
+        self._tables.view(-1).index_copy_(0, positions, blocks)
+
+    def begin(self, meta: CudaMetadata) -> CudaAttention:
+        """Take up a step; its table updates must have been applied. The context is the same object for every step."""
+        self._meta = meta
+        self._step_tables = self._tables[:, : meta.max_blocks].index_select(0, meta.rows)
+        self._kernels.plan(meta)
+        return self
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [T, Hkv, d] and return attention of q [T, Hq, d], in q's dtype."""
+        meta, kernels = self._meta, self._kernels
+        assert meta is not None
+        dtype = q.dtype
+        if dtype != self._dtype:
+            q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
+        params = self.layers[layer]
+        k_cache, v_cache = self._caches[layer]
+        kernels.write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decodes, tables = meta.num_decodes, self._step_tables
+        if decodes:
+            kernels.decode(q[:decodes], k_cache, v_cache, tables[:decodes], params, out[:decodes])
+        if meta.num_prefills:
+            kernels.prefill(q[decodes:], k_cache, v_cache, tables[decodes:], params, out[decodes:])
+        return out if dtype == self._dtype else out.to(dtype)
+
+
+class CudaKernels:
+    """This package's kernels: the tuned ones for what they support, the simple one for the rest."""
+
+    def __init__(self, cache: PagedKVCache, *, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
+        """Compiles nothing yet: the runner's first pass does, or the disk cache has it."""
+        from minillm.attention import cuda_simple
+        from minillm.attention.cuda_build import arch_of
+        from minillm.memory import cuda_kv_ops
+
+        spec = cache.spec
+        arch = arch_of(torch.cuda.get_device_capability(cache.device))
+        fits = (spec.dtype, spec.head_dim, spec.block_size, arch)
+        shape = (num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.dtype)
+        self.write_kv = cuda_kv_ops.write_kv
+        self._simple = cuda_simple.paged_attention_simple
+        self._decode_plan = self._prefill_plan = None
+        try:
+            from minillm.attention import cuda_decode
+
+            self._paged_decode = cuda_decode.paged_decode
+            if cuda_decode.supports(*fits):
+                self._decode_plan = cuda_decode.DecodePlan(cache.device, max_num_seqs, max_model_len, *shape)
+        except ImportError:
+            pass
+        try:
+            from minillm.attention import cuda_prefill
+
+            self._paged_prefill = cuda_prefill.paged_prefill
+            if cuda_prefill.supports(*fits):
+                self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
+        except ImportError:
+            pass
+        self._meta: CudaMetadata | None = None
+
+    @property
+    def decode_is_tuned(self) -> bool:
+        """Whether decode rows go through the tuned kernel."""
+        return self._decode_plan is not None
+
+    @property
+    def prefill_is_tuned(self) -> bool:
+        """Whether prefill chunks go through the tuned kernel."""
+        return self._prefill_plan is not None
+
+    def plan(self, meta: CudaMetadata) -> None:
+        """Let the tuned kernels plan the step."""
+        self._meta = meta
+        if self._decode_plan is not None and meta.num_decodes:
+            self._decode_plan.update(meta.context_lens[: meta.num_decodes])
+        if self._prefill_plan is not None and meta.num_prefills:
+            self._prefill_plan.update(meta.host_query_start, meta.host_context_lens)
+
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
+    ) -> None:
+        """Decode rows; the shapes are in :class:`AttentionKernels`."""
+        meta = self._meta
+        assert meta is not None
+        lens = meta.context_lens[: len(q)]
+        if self._decode_plan is not None:
+            self._paged_decode(q, k_cache, v_cache, tables, lens, params, self._decode_plan, out)
+        else:
+            self._simple(q, k_cache, v_cache, tables, meta.query_start[: len(q) + 1], lens, params, out)
+
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
+    ) -> None:
+        """Prefill chunks; the shapes are in :class:`AttentionKernels`."""
+        meta = self._meta
+        assert meta is not None
+        start, lens = meta.prefill_query_start, meta.context_lens[meta.num_decodes :]
+        if self._prefill_plan is not None:
+            self._paged_prefill(q, k_cache, v_cache, tables, start, lens, params, self._prefill_plan, out)
+        else:
+            self._simple(q, k_cache, v_cache, tables, start, lens, params, out)

@@ -1,0 +1,190 @@
+// What the prefill kernels share: the work list, packed rows, masks, the online softmax and the end of a tile.
+//
+// A chunk of a sequence has some query tokens, which stand at its last positions. The query heads of one KV head are
+// packed into the rows of a tile: packed row r is query r / group and head r % group of the group. So a short chunk
+// still fills tiles, K and V are read once per group, and a tile spans few positions along the causal diagonal.
+//
+// Both kernels hold scores and results in the accumulator layout of their tensor core instruction, which is the same
+// one: lane l of a warp has, for each 8 columns j, s[4 j + 2 r + e] = row l / 4 + 8 r, column 8 j + 2 (l % 4) + e.
+//
+// A row's numbers depend on its own sequence only: keys are cut into tiles of N at multiples of N and taken from the
+// last to the first, a tile that a row sees nothing of adds exact zeros, and pieces of long contexts are cut by a rule
+// over the sequence's own lengths (attention/cuda_prefill.py).
+#pragma once
+
+#include "common.cuh"
+
+// A tile of packed rows against a range of keys; the host writes the list, longest first.
+struct PrefillWork {
+    int sequence;   // row of the block table
+    int token0;     // row in q of the chunk's first query
+    int row0;       // first packed row of the tile
+    int rows;       // packed rows of the chunk
+    int pos0;       // position of the chunk's first query
+    int key_begin;  // keys of this piece: [key_begin, key_end); key_begin is a multiple of N
+    int key_end;
+    int partial;    // -1: the piece is whole and writes the output; else the slot of its partial result
+
+    // Block of the last position in the chunk, the last one that may be read.
+    __device__ __forceinline__ int last_block(int group, int block_shift) const {
+        return (pos0 + (rows - 1) / group) >> block_shift;
+    }
+
+    // First tile of N keys that some row of this tile may see; window 0 is none.
+    template <int N>
+    __device__ __forceinline__ int first_tile(int group, int window) const {
+        return max(key_begin, window > 0 ? pos0 + row0 / group - window + 1 : 0) / N;
+    }
+};
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// A weight may grow to 2^8 before its row's maximum is renewed and older results are rescaled (FlashAttention-4).
+constexpr float kMaxSlack = 8.f;
+
+// tanh as (e - 1) / (e + 1), e = 2^(2 x log2 e): 1e-6 absolute. tanh.approx is off by 5e-4, which a soft cap of 50
+// would turn into percents of a weight.
+__device__ __forceinline__ float tanh_accurate(float x) {
+    const float e = exp2_fast(fminf(x, 15.f) * (2.f * kLog2e));
+    return __fdividef(e - 1.f, e + 1.f);
+}
+
+// 2^x on the FMA units: Cody-Waite with a minimax cubic on [-1/2, 1/2], 1.0e-4 relative (FlashAttention-4 does the
+// same with another cubic). 2^-127 and less give exactly 0.
+__device__ __forceinline__ float exp2_cubic(float x) {
+    x = fmaxf(x, -127.f);
+    const float shifted = x + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
+    const float f = x - (shifted - 12582912.f);
+    float p = fmaf(0.0550089329f, f, 0.242210999f);
+    p = fmaf(p, f, 0.693282902f);
+    p = fmaf(p, f, 1.f);
+    return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// The two rows of a thread in the tile's softmax.
+struct SoftmaxRows {
+    int pos[2];    // position of the row's query
+    float max[2];  // scores are relative to this; -inf before the first key
+    float sum[2];  // of this thread's columns only
+
+    __device__ __forceinline__ void start(const PrefillWork& work, int tile_row, int group) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            pos[r] = work.pos0 + (work.row0 + tile_row + 8 * r) / group;
+            max[r] = minus_infinity();
+            sum[r] = 0.f;
+        }
+    }
+
+    // Hides what the rows may not see of the keys from `key0` on.
+    template <int N>
+    __device__ __forceinline__ void mask(float (&s)[N / 2], int key0, int window) const {
+        const int column = key0 + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int last = pos[r] - column;
+            const int before = window > 0 ? last - window : -N;
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * j + e > last || 8 * j + e <= before) s[4 * j + 2 * r + e] = minus_infinity();
+        }
+    }
+
+    // Turns scores into weights 2^((s - max) scale); older results are to be multiplied by `shrink`. One weight in
+    // `CubicEvery` (0: none) is computed on the FMA units, which have slots left, not on the exponential unit.
+    template <int N, int CubicEvery>
+    __device__ __forceinline__ void weigh(float (&s)[N / 2], float scale, float (&shrink)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float top = s[2 * r];
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+            top = warp_max<4>(top);
+            shrink[r] = 1.f;
+            if ((top - max[r]) * scale > kMaxSlack) {
+                shrink[r] = exp2_fast((max[r] - top) * scale);
+                max[r] = top;
+            }
+            const float base = max[r] == minus_infinity() ? 0.f : max[r] * scale;
+            float total = 0.f;
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[4 * j + 2 * r + e];
+                    x = fmaf(x, scale, -base);
+                    if (CubicEvery > 0 && (2 * j + e) % (CubicEvery > 0 ? CubicEvery : 1) == 0) x = exp2_cubic(x);
+                    else x = exp2_fast(x);
+                    total += x;
+                }
+            sum[r] = sum[r] * shrink[r] + total;
+        }
+    }
+};
+
+template <int N>
+__device__ __forceinline__ void soft_cap(float (&s)[N / 2], float score_scale) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) s[i] = tanh_accurate(s[i] * score_scale);
+}
+
+// Where results go: `out` [tokens, heads, D], or a partial result of `tile_rows` rows per (slot, KV head).
+template <typename T>
+struct PrefillOutput {
+    T* out;
+    float* partial;      // [slots, KV heads, tile_rows, D]: results as if the piece's keys were all
+    float* partial_lse;  // [slots, KV heads, tile_rows]: log2 of the sum of weights; -inf if it saw no key
+    int tile_rows;
+};
+
+// Writes a thread's two rows, divided by their sums. The four lanes of a row swap pairs of columns for 16 bytes in a
+// row each.
+template <typename T, int D>
+__device__ __forceinline__ void store_rows(const float (&o)[D / 2], const SoftmaxRows& rows, const PrefillWork& work,
+                                           const PrefillOutput<T>& to, int head, int num_kv_heads, int group,
+                                           int tile_row, int rows_in_tile, float scale) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = tile_row + 8 * r;
+        const bool mine = row < rows_in_tile && work.row0 + row < work.rows;
+        const float sum = warp_sum<4>(rows.sum[r]);
+        const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+        if (work.partial < 0) {
+            const int query = (work.row0 + row) / group, sub = (work.row0 + row) % group;
+            T* dst = to.out + ((i64(work.token0) + query) * num_kv_heads * group + head * group + sub) * D;
+#pragma unroll
+            for (int j = 0; j + 4 <= D / 8; j += 4) {
+                u32 v[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    v[i] = pack2<T>(o[4 * (j + i) + 2 * r] * inverse, o[4 * (j + i) + 2 * r + 1] * inverse);
+#pragma unroll
+                for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if ((i & step) == 0) {
+                            const bool upper = t & step;
+                            const u32 got = __shfl_xor_sync(kFullWarp, upper ? v[i] : v[i + step], step);
+                            if (upper) v[i] = got;
+                            else v[i + step] = got;
+                        }
+                if (mine) store16(dst + 8 * (j + t), make_uint4(v[0], v[1], v[2], v[3]));
+            }
+#pragma unroll
+            for (int j = D / 32 * 4; j < D / 8; ++j)
+                if (mine)
+                    *reinterpret_cast<u32*>(dst + 8 * j + 2 * t) =
+                        pack2<T>(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
+        } else if (mine) {
+            const i64 at = (i64(work.partial) * num_kv_heads + head) * to.tile_rows + row;
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j)
+                *reinterpret_cast<float2*>(to.partial + at * D + 8 * j + 2 * t) =
+                    make_float2(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
+            if (t == 0) to.partial_lse[at] = sum > 0.f ? rows.max[r] * scale + log2f(sum) : minus_infinity();
+        }
+    }
+}
