@@ -35,9 +35,6 @@
 #include "common.cuh"
 #include "paged_decode_plan.cuh"
 
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#endif
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;

@@ -7,9 +7,6 @@
 #include "common.cuh"
 #include "paged_decode_plan.cuh"
 
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#endif
 
 constexpr int kSizes = 16;  // S is one of 64 * 2^0 .. 64 * 2^15
 
