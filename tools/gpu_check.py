@@ -16,7 +16,8 @@ import argparse
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,17 +39,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build_kernels(arch: str) -> None:
-    """Compile every registered kernel, one thread per core (the compiler releases the interpreter's lock)."""
+    """Compile every registered kernel, one process per core."""
     from minillm.attention.cuda_build import build, registered_specs
 
     specs = registered_specs(arch)
     start = time.perf_counter()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = list(pool.map(lambda spec: build(spec, arch), specs))
+    # Forked children compile and touch no device, so the parent's CUDA context does not matter to them.
+    with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
+        kernels = list(pool.map(build, specs, [arch] * len(specs)))
     spills = [f"{kernel.symbol} ({kernel.spill_bytes} bytes)" for kernel in kernels if kernel.spill_bytes]
-    print(
-        f"{len(specs)} kernels for {arch} in {time.perf_counter() - start:.1f} s; spills: {', '.join(spills) or 'none'}"
-    )
+    seconds = time.perf_counter() - start
+    print(f"{len(specs)} kernels for {arch} in {seconds:.1f} s; spills: {', '.join(spills) or 'none'}", flush=True)
 
 
 def check(arguments: argparse.Namespace) -> int:

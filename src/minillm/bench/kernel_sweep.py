@@ -76,7 +76,15 @@ class CUDAKernels:
 
         longest = inputs.block_tables.shape[1] * case.block_size
         heads = case.num_heads, case.num_kv_heads, case.head_dim
-        plan = DecodePlan(inputs.q.device, len(case.query_lens), longest, *heads, case.block_size, case.torch_dtype)
+        plan = DecodePlan(
+            inputs.q.device,
+            len(case.query_lens),
+            longest,
+            *heads,
+            case.block_size,
+            case.torch_dtype,
+            sliding_windows=(case.window,),
+        )
 
         def run(x: KernelInputs, out: Tensor) -> None:
             plan.update(x.seq_lens)

@@ -1,4 +1,4 @@
-// Hopper (sm_90a) building blocks: mbarriers, tensor copies (TMA), warpgroup products (wgmma), named barriers, setmaxnreg.
+// Hopper (sm_90a) building blocks: mbarriers, tensor copies (TMA), warpgroup products (wgmma), setmaxnreg.
 //
 // Sources: PTX ISA 8.x, "Asynchronous warpgroup level matrix instructions", "mbarrier", "cp.async.bulk.tensor"; the
 // matrix descriptor's fields as in its section "Matrix descriptor format".
@@ -58,7 +58,8 @@ __device__ __forceinline__ void tma_load_3d(u32 dst, const TensorMap* map, u32 b
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+__device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, int c2,
+                                            int c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
         "%6}], [%2];" ::"r"(dst),
@@ -67,6 +68,20 @@ __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap* map, u32 b
 }
 
 // ---- Warpgroups ------------------------------------------------------------------------------------------------
+
+// True in one lane of a converged warp. Unlike `lane == 0` it tells the compiler that one thread is left, which spares
+// each tensor copy a loop over the active lanes.
+__device__ __forceinline__ bool elect_one() {
+    u32 elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(elected));
+    return elected;
+}
 
 template <int Registers>
 __device__ __forceinline__ void registers_grow() {

@@ -2,17 +2,16 @@
 #include "hopper.cuh"
 #include "paged_prefill.cuh"
 
-template <typename T, int D, int N, int Groups, int Stages>
+template <typename T, int D, int N, int Groups, int Stages, int QStages>
 struct PrefillSmem {
     static constexpr int kRows = 64 * Groups;
     static constexpr int kChunks = (D + 63) / 64;
     static constexpr int kQBytes = kChunks * kRows * 128;
     static constexpr int kTileBytes = kChunks * N * 128;
-    static constexpr int kK = kQBytes;
+    static constexpr int kK = QStages * kQBytes;
     static constexpr int kV = kK + Stages * kTileBytes;
-    static constexpr int kWork = kV + Stages * kTileBytes;  // PrefillWork and the KV head
-    static constexpr int kBarriers = kWork + 64;
-    static constexpr int kBytes = kBarriers + 8 * (4 * Stages + 3) + 1024;
+    static constexpr int kWork = kV + Stages * kTileBytes;  // PrefillWork and the KV head, 64 bytes per Q stage
+    static constexpr int kBarriers = kWork + 64 * QStages;
 };
 
 template <int Stages>
@@ -27,7 +26,7 @@ struct Ring {
     }
 };
 
-template <typename T, int D, int N, int Groups, bool SoftCap, int Stages, bool PingPong, int CubicEvery>
+template <typename T, int D, int N, int Groups, bool SoftCap, int Stages, bool PingPong, int CubicEvery, int QStages>
 __global__ void __launch_bounds__(128 * (Groups + 1), 1)
 paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                    const __grid_constant__ TensorMap v_map, T* __restrict__ out, float* __restrict__ partial,
@@ -35,7 +34,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                    const PrefillWork* __restrict__ work_list, const int* __restrict__ num_work, int* counters,
                    int num_kv_heads, int group, int block_shift, int rows_per_tile, float score_scale,
                    float exponent_scale, int window) {
-    using Smem = PrefillSmem<T, D, N, Groups, Stages>;
+    using Smem = PrefillSmem<T, D, N, Groups, Stages, QStages>;
     constexpr int kRows = Smem::kRows, kChunks = Smem::kChunks;
     extern __shared__ u8 smem_raw[];
     const u32 smem = (smem_addr(smem_raw) + 1023) & ~1023u;
@@ -45,7 +44,9 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
     auto k_empty = [&](int s) { return bars + 8 * (Stages + s); };
     auto v_full = [&](int s) { return bars + 8 * (2 * Stages + s); };
     auto v_empty = [&](int s) { return bars + 8 * (3 * Stages + s); };
-    const u32 work_full = bars + 8 * (4 * Stages), q_full = work_full + 8, q_empty = q_full + 8;
+    auto work_full = [&](int s) { return bars + 8 * (4 * Stages + s); };
+    auto q_full = [&](int s) { return bars + 8 * (4 * Stages + QStages + s); };
+    auto q_empty = [&](int s) { return bars + 8 * (4 * Stages + 2 * QStages + s); };
 
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
@@ -56,9 +57,11 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
             mbarrier_init(k_empty(s), 4 * Groups);
             mbarrier_init(v_empty(s), 4 * Groups);
         }
-        mbarrier_init(work_full, 1);
-        mbarrier_init(q_full, 1);
-        mbarrier_init(q_empty, 4 * Groups + 1);
+        for (int s = 0; s < QStages; ++s) {
+            mbarrier_init(work_full(s), 1);
+            mbarrier_init(q_full(s), 1);
+            mbarrier_init(q_empty(s), 4 * Groups + 1);
+        }
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -66,6 +69,21 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
     const int block_size = 1 << block_shift;
     const int box_rows = min(block_size, N);
     const int pages = N / box_rows;
+    // Key tile n of one head to `dst`; lane p has the block of page p.
+    auto load_tile = [&](const TensorMap* map, u32 full, u32 dst, int n, int head, int block) {
+        const bool elected = elect_one();
+        if (elected) mbarrier_arrive_expect(full, Smem::kTileBytes);
+        for (int p = 0; p < pages; ++p) {
+            const int from = __shfl_sync(kFullWarp, block, p);
+            const int slot = (n * N + p * box_rows) & (block_size - 1);
+            if (elected) {
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+                    tma_load_4d(dst + (c * N + p * box_rows) * 128, map, full, 64 * c, slot, head, from);
+            }
+        }
+    };
+
     if (warp < 4) {
         registers_shrink<(Groups == 2 ? 40 : 32)>();
         const int total = *num_work * num_kv_heads;
@@ -75,7 +93,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 prefetch_tensor_map(&k_map);
             }
             Ring<Stages> ring;
-            u32 q_phase = 1;
+            Ring<QStages> q_ring;
             int index = blockIdx.x;
             while (index < total) {
                 int next_index = 0;
@@ -92,41 +110,36 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 auto load_k = [&](int n) {
                     const int next_block = n > first ? block_of(n - 1) : 0;
                     mbarrier_wait(k_empty(ring.stage), ring.phase ^ 1);
-                    if (lane == 0) mbarrier_arrive_expect(k_full(ring.stage), Smem::kTileBytes);
-                    __syncwarp();
-                    if (lane < pages) {
-                        const u32 dst = smem + Smem::kK + ring.stage * Smem::kTileBytes + lane * box_rows * 128;
-                        const int slot = (n * N + lane * box_rows) & (block_size - 1);
-#pragma unroll
-                        for (int c = 0; c < kChunks; ++c)
-                            tma_load_4d(dst + c * N * 128, &k_map, k_full(ring.stage), 64 * c, slot, head, block);
-                    }
+                    const u32 dst = smem + Smem::kK + ring.stage * Smem::kTileBytes;
+                    load_tile(&k_map, k_full(ring.stage), dst, n, head, block);
                     block = next_block;
                     ring.next();
                 };
                 if (end > first) load_k(end - 1);
-                mbarrier_wait(q_empty, q_phase);
-                q_phase ^= 1;
-                if (lane < 8) work_smem[lane] = reinterpret_cast<const int*>(work_list + index / num_kv_heads)[lane];
-                if (lane == 8) work_smem[8] = head;
+                mbarrier_wait(q_empty(q_ring.stage), q_ring.phase ^ 1);
+                int* slot = work_smem + 16 * q_ring.stage;
+                if (lane < 8) slot[lane] = reinterpret_cast<const int*>(work_list + index / num_kv_heads)[lane];
+                if (lane == 8) slot[8] = head;
                 __syncwarp();
-                if (lane == 0) {
-                    mbarrier_arrive(work_full);
-                    mbarrier_arrive_expect(q_full, kChunks * rows_per_tile * 128);
+                if (elect_one()) {
+                    const u32 dst = smem + q_ring.stage * Smem::kQBytes, full = q_full(q_ring.stage);
+                    mbarrier_arrive(work_full(q_ring.stage));
+                    mbarrier_arrive_expect(full, kChunks * rows_per_tile * 128);
 #pragma unroll
                     for (int c = 0; c < kChunks; ++c)
-                        tma_load_3d(smem + c * kRows * 128, &q_map, q_full, 64 * c, head * group,
+                        tma_load_3d(dst + c * kRows * 128, &q_map, full, 64 * c, head * group,
                                     w.token0 + w.row0 / group);
                 }
                 __syncwarp();
+                q_ring.next();
                 for (int n = end - 2; n >= first; --n) load_k(n);
                 index = __shfl_sync(kFullWarp, next_index, 0);
             }
-            mbarrier_wait(q_empty, q_phase);
+            mbarrier_wait(q_empty(q_ring.stage), q_ring.phase ^ 1);
             if (lane == 0) {
-                work_smem[0] = -1;
-                mbarrier_arrive(work_full);
-                mbarrier_arrive(q_full);
+                work_smem[16 * q_ring.stage] = -1;
+                mbarrier_arrive(work_full(q_ring.stage));
+                mbarrier_arrive(q_full(q_ring.stage));
                 // The last block leaves the counters as it found them.
                 if (atomicAdd(&counters[1], 1) == gridDim.x - 1) {
                     counters[0] = 0;
@@ -135,13 +148,13 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
             }
         } else if (warp == 1) {
             Ring<Stages> ring;
-            for (u32 phase = 0;; phase ^= 1) {
-                mbarrier_wait(work_full, phase);
-                const PrefillWork w = *reinterpret_cast<const PrefillWork*>(work_smem);
-                const int head = work_smem[8];
+            for (Ring<QStages> q_ring;; q_ring.next()) {
+                mbarrier_wait(work_full(q_ring.stage), q_ring.phase);
+                const PrefillWork w = *reinterpret_cast<const PrefillWork*>(work_smem + 16 * q_ring.stage);
+                const int head = work_smem[16 * q_ring.stage + 8];
                 __syncwarp();
                 if (w.sequence < 0) break;
-                if (lane == 0) mbarrier_arrive(q_empty);
+                if (lane == 0) mbarrier_arrive(q_empty(q_ring.stage));
                 const int last_block = w.last_block(group, block_shift);
                 const int* table = block_tables + w.sequence * table_stride;
                 const int first = w.first_tile<N>(group, window), end = ceil_div(w.key_end, N);
@@ -152,15 +165,8 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 for (int n = end - 1; n >= first; --n) {
                     const int next_block = n > first ? block_of(n - 1) : 0;
                     mbarrier_wait(v_empty(ring.stage), ring.phase ^ 1);
-                    if (lane == 0) mbarrier_arrive_expect(v_full(ring.stage), Smem::kTileBytes);
-                    __syncwarp();
-                    if (lane < pages) {
-                        const u32 dst = smem + Smem::kV + ring.stage * Smem::kTileBytes + lane * box_rows * 128;
-                        const int slot = (n * N + lane * box_rows) & (block_size - 1);
-#pragma unroll
-                        for (int c = 0; c < kChunks; ++c)
-                            tma_load_4d(dst + c * N * 128, &v_map, v_full(ring.stage), 64 * c, slot, head, block);
-                    }
+                    const u32 dst = smem + Smem::kV + ring.stage * Smem::kTileBytes;
+                    load_tile(&v_map, v_full(ring.stage), dst, n, head, block);
                     block = next_block;
                     ring.next();
                 }
@@ -181,9 +187,10 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
         float s[N / 2], o[D / 2];
         u32 p[N / 4];
         const int tile_row = 64 * wg + 16 * (warp & 3) + lane / 4;
-        const u64 q_desc = wgmma_desc(smem + wg * 64 * 128, 16, 1024);
 
+        Ring<QStages> qr;
         auto scores = [&]() {
+            const u64 q_desc = wgmma_desc(smem + qr.stage * Smem::kQBytes + wg * 64 * 128, 16, 1024);
             const u64 k_desc = wgmma_desc(smem + Smem::kK + kr.stage * Smem::kTileBytes, 16, 1024);
 #pragma unroll
             for (int k = 0; k < D / 16; ++k)
@@ -201,10 +208,10 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
             if (lane == 0) mbarrier_arrive(barrier);
         };
 
-        for (u32 phase = 0;; phase ^= 1) {
-            mbarrier_wait(q_full, phase);
-            const PrefillWork w = *reinterpret_cast<const PrefillWork*>(work_smem);
-            const int head = work_smem[8];
+        for (;; qr.next()) {
+            mbarrier_wait(q_full(qr.stage), qr.phase);
+            const PrefillWork w = *reinterpret_cast<const PrefillWork*>(work_smem + 16 * qr.stage);
+            const int head = work_smem[16 * qr.stage + 8];
             if (w.sequence < 0) break;
             const int first = w.first_tile<N>(group, window), end = ceil_div(w.key_end, N);
             SoftmaxRows rows;
@@ -235,7 +242,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 wgmma_pin(s);
                 release(k_empty(kr.stage));
                 kr.next();
-                if (end - 1 == first) release(q_empty);
+                if (end - 1 == first) release(q_empty(qr.stage));
                 softmax(end - 1, shrink);
                 pack();
                 if (end - 1 > first) mbarrier_wait(k_full(kr.stage), kr.phase);
@@ -252,7 +259,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                     wgmma_pin(s);
                     release(k_empty(kr.stage));
                     kr.next();
-                    if (n == first) release(q_empty);
+                    if (n == first) release(q_empty(qr.stage));
                     softmax(n, shrink);
                     // This branch also keeps ptxas from moving the wait below to before the softmax, which is to run
                     // beside the second product.
@@ -278,7 +285,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                 release(v_empty(vr.stage));
                 vr.next();
             } else {
-                release(q_empty);
+                release(q_empty(qr.stage));
             }
 
             const PrefillOutput<T> to{out, partial, partial_lse, rows_per_tile};
