@@ -150,12 +150,17 @@ class StepGraph:
         with torch.cuda.stream(side):  # capture wants everything lazy (modules, workspaces, plans) to exist
             for call in calls:
                 call()
-        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for call in calls:
-                call()
+        # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache, seconds for a table.
+        with torch.cuda.stream(side):
+            self._graph.capture_begin()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
 
     def replay(self) -> None:
         """Queue one replay."""
