@@ -152,7 +152,7 @@ class CudaKernels:
         max_model_len: int,
     ) -> None:
         """Compiles kernels that are not in the disk cache yet, now or with the first step."""
-        from minillm.attention import cuda_prefill, cuda_simple
+        from minillm.attention import cuda_decode, cuda_prefill, cuda_simple
         from minillm.attention.cuda_build import arch_of
         from minillm.memory import cuda_kv_ops
 
@@ -162,19 +162,13 @@ class CudaKernels:
         shape = (num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.dtype)
         self.write_kv = cuda_kv_ops.write_kv
         self._simple = cuda_simple.paged_attention_simple
-        self._paged_prefill = cuda_prefill.paged_prefill
+        self._paged_decode, self._paged_prefill = cuda_decode.paged_decode, cuda_prefill.paged_prefill
         self._decode_plan = self._prefill_plan = None
-        try:
-            from minillm.attention import cuda_decode
-
-            self._paged_decode = cuda_decode.paged_decode
-            if cuda_decode.supports(*fits):
-                windows = list(dict.fromkeys(params.sliding_window for params in layers))
-                self._decode_plan = cuda_decode.DecodePlan(
-                    cache.device, max_num_seqs, max_model_len, *shape, sliding_windows=windows
-                )
-        except ImportError:
-            pass
+        if cuda_decode.supports(*fits):
+            windows = list(dict.fromkeys(params.sliding_window for params in layers))
+            self._decode_plan = cuda_decode.DecodePlan(
+                cache.device, max_num_seqs, max_model_len, *shape, sliding_windows=windows
+            )
         if cuda_prefill.supports(*fits):
             self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
         self._meta: CudaMetadata | None = None
