@@ -139,7 +139,8 @@ def test_a_failure_of_the_device_fails_every_request_with_the_cause_and_hangs_no
 
 
 def test_closing_with_a_step_in_flight_ends_at_once_and_frees_the_memory(llama: Path) -> None:
-    torch.cuda.synchronize()
+    with make(llama) as llm:
+        tokens(llm)  # cuBLAS keeps a workspace for good
     before = torch.cuda.memory_allocated()
     llm = make(llama)
     assert torch.cuda.memory_allocated() > before
