@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,8 +117,8 @@ def measure(
     *,
     shapes: Sequence[PeerShape] | None = None,
     ours: bool = True,
-) -> list[dict[str, str]]:
-    """Rows of the CSV file of `table` ('decode' or 'prefill'), one per shape and contender.
+) -> Iterator[list[dict[str, str]]]:
+    """Rows of the CSV file of `table` ('decode' or 'prefill'), shape by shape, one per contender.
 
     With `ours=False` the peers are timed alone.
     """
@@ -126,16 +127,18 @@ def measure(
     progress(f"copy {ceilings.copy_gbps:,.0f} GB/s, bf16 product {ceilings.matmul_tflops:,.0f} TFLOP/s")
     packages = ("torch", "flashinfer-python", "apache-tvm-ffi")
     where = common.environment(torch.cuda.get_device_name(device), packages)
-    rows = []
     for shape in TABLES[table] if shapes is None else shapes:
+        start = time.perf_counter()
         layers, entries = measure_shape(shape, rounds, device, ours=ours)
         torch.cuda.empty_cache()
         best = min((e.time.median_us for e in entries if e.time and e.contender.family != OURS), default=math.nan)
         own = next((e for e in entries if e.contender.family == OURS), None)
         mine = own.time.median_us if own and own.time else math.nan
-        progress(f"{table} {shape.heads} {shape.name}: {mine:.1f} us, best peer {best:.1f} us, {best / mine:.2f} times")
-        rows += [{**_row(table, shape, layers, entry, ceilings), **where} for entry in entries]
-    return rows
+        progress(
+            f"{table} {shape.heads} {shape.name}: {mine:.1f} us, best peer {best:.1f} us, {best / mine:.2f} times "
+            f"({time.perf_counter() - start:.0f} s)"
+        )
+        yield [{**_row(table, shape, layers, entry, ceilings), **where} for entry in entries]
 
 
 def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: bool = True) -> tuple[int, list[Entry]]:
@@ -152,7 +155,10 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
     made: list[tuple[Contender, AttentionPath | None, Error | None, float, str]] = []
     for contender in contenders:
         try:
-            path = contender.make()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says at length why a backend does not take a shape
+                path = contender.make()
+                path.run(0)
             error = worst([_check(contender, path, batch, layer) for layer in (0, layers - 1)])
             graphs[_key(contender)] = StepGraph([_bind(path, layer) for layer in range(layers)])
             made.append((contender, path, error, _plan_us(path), "ok"))

@@ -21,11 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 Call = Callable[[], object]
 
-FLUSH_BYTES = 512 << 20
-"""Written before each timed call: several times any L2 cache, and long enough for the host to queue the call."""
+FLUSH_BYTES = 2 << 30
+"""Written before each timed call: many times any L2 cache, and long enough (half a millisecond on an H200) for the host
+to queue the call, even a slow one."""
 
 MATMUL_SIZE = 8192
 
@@ -94,8 +96,10 @@ class PathTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        on_gpu = device.type == "cuda"
-        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if on_gpu else None
+        self._flush: Tensor | None = None
+        if device.type == "cuda":
+            size = min(FLUSH_BYTES, torch.cuda.get_device_properties(device).total_memory // 16)
+            self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
 
     def time(self, call: Call, iterations: int, *, warmup: int = 3, max_seconds: float = 10.0) -> PathTime:
         """Time `iterations` calls, fewer (but at least three) if they would take more than `max_seconds` each way."""
