@@ -38,8 +38,8 @@ _MIN_ITEM_TOKENS = 64
 _PLAN_THREADS = 256
 _RING = 16
 _MERGE_LEVELS = 8
-"""As in the kernels: warps and threads of a block, tokens of a tile, query heads and least tokens of an item, threads of the plan,
-item numbers that a block remembers; and more levels of merging than items can need."""
+"""As in the kernels: warps and threads of a block, tokens of a tile, query heads and least tokens of an item, threads
+of the plan, item numbers that a block remembers; and more levels of merging than items can need."""
 
 _SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 86: 100, 89: 100, 120: 100, 121: 100}
 """Shared memory of a multiprocessor by compute capability (CUDA programming guide, "Technical specifications")."""
@@ -54,8 +54,8 @@ _BYTES_PER_NS = 4200.0
 _TOKEN_NS = 11.0
 _ITEM_NS = 1500.0
 _LEVEL_NS = 1750.0
-"""What the plan reckons with, measured on an H200: the device's memory rate, a token in a thread block that has its data,
-starting and ending an item, a step of merging. They decide on speed only, never on results."""
+"""What the plan reckons with, measured on an H200: the device's memory rate, a token in a thread block that has its
+data, starting and ending an item, a step of merging. They decide on speed only, never on results."""
 
 
 def _stage_bytes(head_dim: int) -> int:
