@@ -368,57 +368,78 @@ __device__ __forceinline__ float exponent(const Args<T>& a, float dot) {
     return a.cap_log2 * (1.0f - __fdividef(2.0f, exp2_fast(dot * a.scale_by_cap) + 1.0f));
 }
 
-// Attention of 8 heads to the tile at `token`, whose K and V lie in `stage`.
-template <typename T, int kDim>
-__device__ __forceinline__ void attend_tile(const Args<T>& a, u32 stage, const u32 (&q)[Shape<kDim>::kSteps][2],
-                                            const Item& item, int token, Partial<Shape<kDim>::kSteps>& result) {
+// Attention of 8 heads to kCount neighbouring tiles from `token` on, whose K and V lie in `stages`. Two tiles at a time
+// hide much of each other's latency: they have nothing to do with each other until their results merge.
+template <typename T, int kDim, int kCount>
+__device__ __forceinline__ void attend_tiles(const Args<T>& a, const u32 (&stages)[kCount],
+                                             const u32 (&q)[Shape<kDim>::kSteps][2], const Item& item, int token,
+                                             Partial<Shape<kDim>::kSteps> (&result)[kCount]) {
     using S = Shape<kDim>;
     const int lane = threadIdx.x % kWarp;
     // ldmatrix addresses: K's matrices are (tokens 0-7, dims 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); V's are
     // transposed on the way, so dims take the place of rows and the middle two change places.
-    const u32 k_lane = stage + S::offset(lane % 16, lane / 16);
-    const u32 v_lane = stage + S::kTileBytes + S::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 k_lane = S::offset(lane % 16, lane / 16);
+    const u32 v_lane = S::kTileBytes + S::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const auto at_step = [](u32 address, int step) { return S::kSwizzled ? address ^ (step * 32) : address + step * 32; };
 
-    float even[4] = {}, odd[4] = {};  // two chains of products: half the latency
+    float x[kCount][4];  // {token g, heads 2t and 2t + 1}, {token g + 8, the same heads}
+    float even[kCount][4] = {}, odd[kCount][4] = {};  // two chains of products: half the latency
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-        u32 k[4];
-        ldmatrix_x4(k, at_step(k_lane, step));
-        mma_16816<T>(step % 2 ? odd : even, k, q[step][0], q[step][1]);
+    for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+            u32 k[4];
+            ldmatrix_x4(k, at_step(stages[n] + k_lane, step));
+            mma_16816<T>(step % 2 ? odd[n] : even[n], k, q[step][0], q[step][1]);
+        }
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = exponent(a, __fadd_rn(even[n][i], odd[n][i]));
+        if (!item.covers(token + n * kTile)) {
+            const int low = token + n * kTile + lane / 4, high = low + 8;
+            if (low < item.begin || low >= item.end) x[n][0] = x[n][1] = -INFINITY;
+            if (high < item.begin || high >= item.end) x[n][2] = x[n][3] = -INFINITY;
+        }
     }
-    float x[4];  // {token g, heads 2t and 2t + 1}, {token g + 8, the same heads}
+    float m[kCount][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = exponent(a, __fadd_rn(even[i], odd[i]));
-    if (!item.covers(token)) {
-        const int low = token + lane / 4, high = low + 8;
-        if (low < item.begin || low >= item.end) x[0] = x[1] = -INFINITY;
-        if (high < item.begin || high >= item.end) x[2] = x[3] = -INFINITY;
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) m[n][h] = fmaxf(x[n][h], x[n][h + 2]);
+#pragma unroll
+    for (int offset = 4; offset < kWarp; offset *= 2)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) m[n][h] = fmaxf(m[n][h], __shfl_xor_sync(kFullWarp, m[n][h], offset));
+    u32 p[kCount][2];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = exp2_fast(__fsub_rn(x[n][i], m[n][i % 2]));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) p[n][half] = movmatrix_trans(pack2<T>(x[n][2 * half], x[n][2 * half + 1]));
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float m = fmaxf(x[h], x[h + 2]);
-#pragma unroll
-        for (int offset = 4; offset < kWarp; offset *= 2) m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, offset));
-        result.m[h] = m;
-        x[h] = exp2_fast(__fsub_rn(x[h], m));
-        x[h + 2] = exp2_fast(__fsub_rn(x[h + 2], m));
-    }
-    const u32 p_low = movmatrix_trans(pack2<T>(x[0], x[1])), p_high = movmatrix_trans(pack2<T>(x[2], x[3]));
-
     const u32 one = pack2<T>(1.0f, 1.0f);
     const u32 ones[4] = {one, one, one, one};
-    float sum[4] = {};
-    mma_16816<T>(sum, ones, p_low, p_high);
-    result.l[0] = sum[0], result.l[1] = sum[1];
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-        u32 v[4];
-        ldmatrix_x4_trans(v, at_step(v_lane, step));
+    for (int n = 0; n < kCount; ++n) {
+        float sum[4] = {};
+        mma_16816<T>(sum, ones, p[n][0], p[n][1]);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) result.o[step][c] = 0.0f;
-        mma_16816<T>(result.o[step], v, p_low, p_high);
+        for (int h = 0; h < 2; ++h) result[n].m[h] = m[n][h], result[n].l[h] = sum[h];
     }
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+            u32 v[4];
+            ldmatrix_x4_trans(v, at_step(stages[n] + v_lane, step));
+#pragma unroll
+            for (int c = 0; c < 4; ++c) result[n].o[step][c] = 0.0f;
+            mma_16816<T>(result[n].o[step], v, p[n][0], p[n][1]);
+        }
 }
 
 // Merges the round's results of the four warps; each warp gets its tiles of O^T: warp, warp + 4, ...
@@ -643,25 +664,35 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
 #pragma unroll
         for (int level = 0; level < S::kLevels; ++level) stack.levels[level].clear();
         for (int round = item.first_round; round < item.rounds; ++round) {
+            // The warp's part of the round: one tile, or two neighbours.
             Partial<S::kSteps> mine;
             mine.clear();
-#pragma unroll 1
-            for (int i = 0; i < 1 << pair_shift; ++i) {
-                const u32 place = stages + stage * S::kStageBytes;
-                const int token =
-                    Loader<T, kDim, kAhead>::token_at(item, ((round - item.first_round) << pair_shift) + i, pair_shift);
-                cp_async_wait<kStages - 1>();
-                __syncwarp();
-                if (item.touches(token)) {
-                    Partial<S::kSteps> tile;
-                    attend_tile<T, kDim>(a, place, q_operand, item, token, tile);
-                    if (i > 0) merge(mine, tile);
-                    mine = tile;
-                }
-                __syncwarp();
-                loader.issue(place);
-                if (++stage == kStages) stage = 0;
+            const int position = (round - item.first_round) << pair_shift;
+            const int token = Loader<T, kDim, kAhead>::token_at(item, position, pair_shift);
+            u32 places[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                places[i] = stages + stage * S::kStageBytes;
+                if (i <= pair_shift && ++stage == kStages) stage = 0;
             }
+            if (pair_shift) cp_async_wait<kStages - 2>();
+            else cp_async_wait<kStages - 1>();
+            __syncwarp();
+            const bool first = item.touches(token), second = pair_shift && item.touches(token + kTile);
+            if (S::kTilesPerWarp == 2 && first && second) {
+                Partial<S::kSteps> tiles[2];
+                attend_tiles<T, kDim, 2>(a, places, q_operand, item, token, tiles);
+                merge(tiles[0], tiles[1]);
+                mine = tiles[1];
+            } else if (first || second) {
+                Partial<S::kSteps> tile[1];
+                attend_tiles<T, kDim, 1>(a, {first ? places[0] : places[1]}, q_operand, item,
+                                         first ? token : token + kTile, tile);
+                mine = tile[0];
+            }
+            __syncwarp();
+#pragma unroll 1
+            for (int i = 0; i <= pair_shift; ++i) loader.issue(i ? places[1] : places[0]);
             const bool last = round + 1 == item.rounds;
             if (last && schedule.dynamic() && threadIdx.x == 0)
                 ring[(k + kAhead) % kRing] = kAhead * gridDim.x + handed_out;
