@@ -41,7 +41,10 @@ def shapley_values(values: Mapping[Coalition, float], factors: Sequence[str]) ->
     for factor in factors:
         others = [other for other in factors if other != factor]
         shares[factor] = sum(
-            factorial(len(rest)) * factorial(n - len(rest) - 1) / factorial(n) * (values[rest | {factor}] - values[rest])
+            factorial(len(rest))
+            * factorial(n - len(rest) - 1)
+            / factorial(n)
+            * (values[rest | {factor}] - values[rest])
             for rest in _subsets(others)
         )
     return shares
