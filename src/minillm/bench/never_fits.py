@@ -16,7 +16,7 @@ be, to see what its tokens per second depend on. Assumed, since it was not publi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minillm.bench.step_cost import StepCost
@@ -44,7 +44,7 @@ NOMINAL_COST = StepCost(
 
 
 @dataclass(slots=True)
-class Sequence_:
+class Live:
     """A request of the loop; `kv_tokens` have KV, on the device or in the swap pool."""
 
     request: Request
@@ -94,13 +94,13 @@ class UncheckedLoop:
         self.block_size = block_size
         self.free = pool_blocks
         self.max_active, self.max_swapped = max_active, max_swapped
-        self.waiting: list[Sequence_] = []
+        self.waiting: list[Live] = []
         for number, (prompt, output) in enumerate(shapes):
             request = Request(f"r{number}", [0] * prompt, SamplingParams(max_tokens=output))
             request.arrival_seq = number
-            self.waiting.append(Sequence_(request, output))
-        self.active: list[Sequence_] = []
-        self.swapped: list[Sequence_] = []
+            self.waiting.append(Live(request, output))
+        self.active: list[Live] = []
+        self.swapped: list[Live] = []
         self.totals = Totals()
 
     def run(self, max_steps: int) -> Totals:
@@ -161,7 +161,7 @@ class UncheckedLoop:
                 self.totals.counts["decode_rows"] += 1
                 self._token(one)
 
-    def _token(self, one: Sequence_) -> None:
+    def _token(self, one: Live) -> None:
         one.generated += 1
         self.totals.output_tokens += 1
         if one.generated == one.max_tokens:
@@ -181,13 +181,13 @@ class UncheckedLoop:
             self.waiting.append(victim)
             self.waiting.sort(key=lambda one: one.request.arrival_seq)
 
-    def _key(self, one: Sequence_) -> tuple[float, ...]:
+    def _key(self, one: Live) -> tuple[float, ...]:
         blocks = self._blocks(one.kv_tokens)
         swap = 2 * blocks * self.cost.seconds["swapped_blocks"] + 2 * self.cost.seconds["swaps"]
         recompute = one.kv_tokens * self.cost.seconds["prefill_tokens"] + self.cost.seconds["prefill_steps"]
         restore = swap if len(self.swapped) < self.max_swapped else recompute
         return self.policy(Victim(one.request, blocks, restore))
 
-    def _copy(self, one: Sequence_) -> None:
+    def _copy(self, one: Live) -> None:
         self.totals.counts["swaps"] += 1
         self.totals.counts["swapped_blocks"] += self._blocks(one.kv_tokens)

@@ -14,6 +14,7 @@ preempting; `factorial` measures every combination of two levels of each, so tha
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,8 @@ class Options:
     num_blocks: int = 16
     base: Setting = BASE
     switched: Setting = SWITCHED
+    factors: tuple[str, ...] = FACTORS
+    """Those that `factorial` switches; n of them make 2**n settings."""
     device: str = "cpu"
     dtype: str = "auto"
     seed: int = 0
@@ -98,6 +101,9 @@ class Options:
             raise ConfigError(f"design={self.design!r} must be one of {', '.join(DESIGNS)}")
         if self.repeats < 1 or self.large + self.small < 1:
             raise ConfigError(f"repeats={self.repeats} and large + small={self.large + self.small} must be at least 1")
+        if unknown := set(self.factors) - set(FACTORS):
+            raise ConfigError(f"factors={sorted(unknown)} must be among {', '.join(FACTORS)}")
+        coalitions(self.factors)
         needed = blocks_for(sum(LARGE if self.large else SMALL), BLOCK_SIZE)
         if self.num_blocks < needed:
             raise ConfigError(f"num_blocks={self.num_blocks}: the longest request alone needs {needed} blocks")
@@ -114,7 +120,7 @@ def settings(options: Options) -> list[Setting]:
         chosen += [replace(base, victim=victim, preemption=how) for how in ("recompute", "swap") for victim in victims]
         chosen += [replace(base, admission=admission) for admission in options.extra_queues]
     if options.design in ("factorial", "all"):
-        chosen += [base.switched(which, options.switched) for which in coalitions(FACTORS)]
+        chosen += [base.switched(which, options.switched) for which in coalitions(options.factors)]
     return list(dict.fromkeys(chosen))
 
 
@@ -180,15 +186,14 @@ def run_row(setting: Setting, round_number: int, options: Options, result: RunRe
         "large": options.large,
         "small": options.small,
         **result.figures(),
-        **{f"ttft_small_p50": _median_ttft(result, "small"), "ttft_large_p50": _median_ttft(result, "large")},
+        "ttft_small_p50": _median_ttft(result, "small"),
+        "ttft_large_p50": _median_ttft(result, "large"),
         **step_counts(result),
         "active": ";".join(map(str, active_curve(result))),
     }
 
 
 def _median_ttft(result: RunResult, label: str) -> float:
-    import statistics
-
     times = [request.ttft for request in result.of_label(label)]
     return round(statistics.median(times), 6) if times else float("nan")
 
