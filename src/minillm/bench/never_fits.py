@@ -16,6 +16,8 @@ be, to see what its tokens per second depend on. Assumed, since it was not publi
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -191,3 +193,71 @@ class UncheckedLoop:
     def _copy(self, one: Live) -> None:
         self.totals.counts["swaps"] += 1
         self.totals.counts["swapped_blocks"] += self._blocks(one.kv_tokens)
+
+
+LIMITS = (500, 2000)
+POOLS = (8, 9, 10, 12, 16)
+ORDERS = 100
+_LARGE, _SMALL = (64, 80), (8, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOutcome:
+    """What `orders` random mixes of large and small requests came to in one pool, with one limit of steps.
+
+    Ratios are tokens per second of cost_based over those of fifo: least, median, greatest. Shares: of the runs of
+    either policy that stalled or were cut off by the limit; `seven` of the mixes with a ratio of at least 7, either
+    way round.
+    """
+
+    pool_blocks: int
+    max_steps: int
+    least: float
+    median: float
+    greatest: float
+    stalled: float
+    cut_off: float
+    seven: float
+
+
+def random_mix(seed: int) -> list[tuple[int, int]]:
+    """8 to 32 requests in a random order, at least one of them large."""
+    rng = random.Random(f"{seed} never fits")
+    share = rng.choice((0.25, 0.5))
+    shapes = [_LARGE if rng.random() < share else _SMALL for _ in range(rng.choice((8, 12, 16, 24, 32)))]
+    shapes[rng.randrange(len(shapes))] = _LARGE
+    return shapes
+
+
+def reconstruct(
+    cost: StepCost = NOMINAL_COST,
+    pools: Sequence[int] = POOLS,
+    limits: Sequence[int] = LIMITS,
+    orders: int = ORDERS,
+) -> list[PoolOutcome]:
+    """The loop on random mixes, in pools in which the large request does not fit (8 blocks) and in which it does."""
+    found = []
+    for pool_blocks in pools:
+        for limit in limits:
+            ratios, ends = [], []
+            for seed in range(orders):
+                speeds = {}
+                for policy in ("fifo", "cost_based"):
+                    loop = UncheckedLoop(random_mix(seed), policy, pool_blocks=pool_blocks, cost=cost)
+                    totals = loop.run(limit)
+                    speeds[policy] = totals.output_tokens / loop.seconds()
+                    ends.append(totals.end)
+                ratios.append(speeds["cost_based"] / speeds["fifo"])
+            found.append(
+                PoolOutcome(
+                    pool_blocks,
+                    limit,
+                    min(ratios),
+                    statistics.median(ratios),
+                    max(ratios),
+                    ends.count("stalled") / len(ends),
+                    ends.count("limit") / len(ends),
+                    sum(ratio >= 7 or ratio <= 1 / 7 for ratio in ratios) / len(ratios),
+                )
+            )
+    return found

@@ -1,0 +1,268 @@
+"""What the rounds of `minillm bench stress` say: comparisons with intervals, attribution, where the time went.
+
+All functions take the rows of the CSV file (:func:`minillm.bench.stress.read`), so a saved study can be read again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+
+from minillm.bench import never_fits, step_cost
+from minillm.bench.attribution import Coalition, Interval, bootstrap, coalitions, interactions, shapley_values
+from minillm.bench.runs import drive, virtual_target
+from minillm.bench.step_cost import StepCost
+from minillm.bench.stress import (
+    BATCHED_TOKENS,
+    BLOCK_SIZE,
+    FACTORS,
+    MAX_MODEL_LEN,
+    MAX_SWAPPED,
+    Setting,
+    workload,
+)
+from minillm.bench.virtual import StepCosts
+from minillm.core.config import SchedulerConfig
+from minillm.core.plan import StepPlan
+
+Rows = Sequence[Mapping[str, str]]
+TOLERANCE = 0.1
+SWEEP_ORDERS = 12
+
+
+def by_setting(rows: Rows) -> dict[Setting, list[Mapping[str, str]]]:
+    """Rows of each setting in order of rounds."""
+    found: dict[Setting, list[Mapping[str, str]]] = {}
+    for row in sorted(rows, key=lambda row: int(row["round"])):
+        found.setdefault(Setting.from_row(row), []).append(row)
+    return found
+
+
+def column(rows: Rows, name: str) -> list[float]:
+    """A column as numbers."""
+    return [float(row[name]) for row in rows]
+
+
+def median(rows: Rows, name: str) -> float:
+    """Median of a column."""
+    return statistics.median(column(rows, name))
+
+
+def throughput(rows: Rows) -> Interval:
+    """Median output tokens per second."""
+    return bootstrap({"it": column(rows, "output_tok_per_s")}, lambda medians: medians)["it"]
+
+
+def ratio(numerator: Rows, denominator: Rows, name: str = "output_tok_per_s") -> Interval:
+    """Median of one over median of the other, rounds resampled together."""
+    samples = {"a": column(numerator, name), "b": column(denominator, name)}
+    return bootstrap(samples, lambda medians: {"ratio": medians["a"] / medians["b"]})["ratio"]
+
+
+def base_setting(rows: Rows) -> Setting:
+    """The setting that the others are compared with: the first in the file."""
+    return Setting.from_row(rows[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """A difference in tokens per second, shared out among factors.
+
+    `shares` add up to `total`. `as_factor` are the same shares of the logarithm, as factors: their product is
+    `total_factor`.
+    """
+
+    base: Setting
+    switched: Setting
+    factors: tuple[str, ...]
+    speeds: dict[Coalition, Interval]
+    total: Interval
+    shares: dict[str, Interval]
+    total_factor: Interval
+    as_factor: dict[str, Interval]
+    pairs: dict[tuple[str, str], Interval]
+
+
+def attribute(rows: Rows) -> Attribution | None:
+    """The attribution, if the rows have every combination of two levels of some factors; else None."""
+    settings = by_setting(rows)
+    base = base_setting(rows)
+    for size in range(len(FACTORS), 0, -1):
+        for factors in combinations(FACTORS, size):
+            for other in reversed(list(settings)):
+                if any(getattr(other, name) == getattr(base, name) for name in factors):
+                    continue
+                cells = {which: base.switched(which, other) for which in coalitions(factors)}
+                if all(cell in settings for cell in cells.values()):
+                    samples = {w: column(settings[c], "output_tok_per_s") for w, c in cells.items()}
+                    return _attribute(base, cells[frozenset(factors)], factors, samples)
+    return None
+
+
+def _attribute(
+    base: Setting, switched: Setting, factors: tuple[str, ...], samples: Mapping[Coalition, Sequence[float]]
+) -> Attribution:
+    nothing, everything = frozenset[str](), frozenset(factors)
+
+    def shares(speeds: Mapping[Coalition, float]) -> dict:
+        logs = {which: math.log(speed) for which, speed in speeds.items()}
+        return {
+            **{("speed", which): speed for which, speed in speeds.items()},
+            **{("share", name): value for name, value in shapley_values(speeds, factors).items()},
+            **{("factor", name): math.exp(value) for name, value in shapley_values(logs, factors).items()},
+            **{("pair", pair): value for pair, value in interactions(speeds, factors).items()},
+            "total": speeds[everything] - speeds[nothing],
+            "total factor": speeds[everything] / speeds[nothing],
+        }
+
+    found: dict = bootstrap(samples, shares)
+    return Attribution(
+        base=base,
+        switched=switched,
+        factors=factors,
+        speeds={which: found["speed", which] for which in samples},
+        total=found["total"],
+        shares={name: found["share", name] for name in factors},
+        total_factor=found["total factor"],
+        as_factor={name: found["factor", name] for name in factors},
+        pairs={pair: found["pair", pair] for pair in combinations(factors, 2)},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostFit:
+    """The step-cost regression, and how well it predicts settings that it was not fitted to."""
+
+    cost: StepCost
+    runs_within: float
+    """Share of the runs predicted within 10 %."""
+    settings_within: float
+    """The same of the settings' median times."""
+    worst_setting: float
+    """Greatest relative error of a setting's median time."""
+    median_error: float
+    """Of the runs."""
+
+
+def fit_cost(rows: Rows) -> CostFit:
+    """Fit all runs; predict each setting's runs from the other settings."""
+    seconds = column(rows, "seconds")
+    groups = [Setting.from_row(row) for row in rows]
+    numbers = [{term: float(row[term]) for term in step_cost.TERMS} for row in rows]
+    predicted = step_cost.leave_one_out(numbers, seconds, groups)
+    errors = [abs(p - s) / s for p, s in zip(predicted, seconds, strict=True)]
+    of_settings = []
+    for setting in dict.fromkeys(groups):
+        mine = [index for index, group in enumerate(groups) if group == setting]
+        measured = statistics.median(seconds[index] for index in mine)
+        of_settings.append(abs(statistics.median(predicted[index] for index in mine) - measured) / measured)
+    return CostFit(
+        cost=step_cost.fit(numbers, seconds),
+        runs_within=step_cost.share_within(predicted, seconds, TOLERANCE),
+        settings_within=sum(error <= TOLERANCE for error in of_settings) / len(of_settings),
+        worst_setting=max(of_settings),
+        median_error=statistics.median(errors),
+    )
+
+
+def time_parts(cost: StepCost, rows: Rows) -> dict[str, float]:
+    """Where a run's seconds went, by the regression: means over the rounds."""
+    parts = [cost.parts({term: float(row[term]) for term in step_cost.TERMS}) for row in rows]
+    return {term: statistics.fmean(part[term] for part in parts) for term in step_cost.TERMS}
+
+
+class FittedCosts(StepCosts):
+    """The regression as the cost of steps in virtual time."""
+
+    __slots__ = ("cost",)
+
+    def __init__(self, cost: StepCost) -> None:
+        seconds = cost.seconds
+        super().__init__(
+            step=seconds["steps"],
+            decode_row=seconds["decode_rows"],
+            context_token=0.0,
+            prefill_token=seconds["prefill_tokens"],
+            prefill_pair=0.0,
+            swap_block=seconds["swapped_blocks"],
+        )
+        object.__setattr__(self, "cost", cost)
+
+    def forward_seconds(self, plan: StepPlan) -> float:
+        """With what a step with a prefill costs besides, and each swapped request."""
+        more = self.cost.seconds["prefill_steps"] if plan.prefills else 0.0
+        swaps = bool(plan.swap_outs) + bool(plan.swap_ins)
+        return super().forward_seconds(plan) + more + swaps * self.cost.seconds["swaps"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPoint:
+    """Tokens per second over those of `fifo` in one pool: median over orders, and how many orders favour it."""
+
+    num_blocks: int
+    policy: str
+    median: float
+    ahead: int
+    behind: int
+    orders: int
+
+
+def sweep_pools(
+    cost: StepCost,
+    *,
+    large: int,
+    small: int,
+    preemption: str,
+    policies: Sequence[str] = ("lifo", "largest", "cost_based"),
+    pools: Sequence[int] | None = None,
+    orders: int = SWEEP_ORDERS,
+) -> list[PoolPoint]:
+    """The victim policies in every pool from the least to one where all large requests fit, in virtual time."""
+    least = -(-sum((64, 80)) // BLOCK_SIZE)
+    pools = pools or range(least, least * large + 1)
+    points = []
+    for num_blocks in pools:
+        speeds: dict[str, list[float]] = {}
+        for policy in ("fifo", *policies):
+            config = SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=6,
+                max_num_batched_tokens=BATCHED_TOKENS,
+                max_model_len=MAX_MODEL_LEN,
+                num_swap_blocks=64,
+                max_swapped_requests=MAX_SWAPPED,
+                queue_policy="fcfs",
+                victim_policy=policy,
+                preemption_mode=preemption,
+                enable_prefix_caching=False,
+            )
+            with virtual_target(FittedCosts(cost), config, overlap=False) as target:
+                speeds[policy] = [drive(target, workload(large, small, order)).throughput for order in range(orders)]
+        for policy in policies:
+            ratios = [mine / fifo for mine, fifo in zip(speeds[policy], speeds["fifo"], strict=True)]
+            points.append(
+                PoolPoint(
+                    num_blocks,
+                    policy,
+                    statistics.median(ratios),
+                    sum(ratio > 1.005 for ratio in ratios),
+                    sum(ratio < 0.995 for ratio in ratios),
+                    orders,
+                )
+            )
+    return points
+
+
+@lru_cache(maxsize=4)
+def _cached_reconstruction(seconds: tuple[tuple[str, float], ...]) -> list[never_fits.PoolOutcome]:
+    return never_fits.reconstruct(StepCost(dict(seconds)))
+
+
+def reconstruction(cost: StepCost) -> list[never_fits.PoolOutcome]:
+    """The set-up in which a request never fits, at these step costs (made once per cost: it takes a few seconds)."""
+    return _cached_reconstruction(tuple(cost.seconds.items()))
