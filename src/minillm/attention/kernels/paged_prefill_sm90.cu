@@ -6,13 +6,14 @@
 //
 //   warp 0 (producer)      next tile from a global counter; Q, then K tiles through the block table
 //   warp 1 (producer)      V tiles
-//   warpgroups 1..Groups   64 rows each: S = Q K^T (both from shared memory), softmax in registers, O += P V with P as the
-//                          register operand
+//   warpgroups 1..Groups   64 rows each: S = Q K^T (both from shared memory), softmax in registers, O += P V with P as
+//                          the register operand
 //
-// A cache block of one head is block_size x D elements in a row, so one tensor map over the layer's K [block, head, slot,
-// D] with boxes of block_size x 64 makes every (page, 64 columns) one copy that lands as whole 8 x 128-byte swizzle
-// atoms: a K tile is a plain K-major, a V tile a plain MN-major operand, whatever the pages. Columns behind D (80, 96)
-// are filled with zeros by the copy engine. Pages behind the context are replaced by the last valid one and masked.
+// A cache block of one head is block_size x D elements in a row, so one tensor map over the layer's K [block, head,
+// slot, D] with boxes of block_size x 64 makes every (page, 64 columns) one copy that lands as whole 8 x 128-byte
+// swizzle atoms: a K tile is a plain K-major, a V tile a plain MN-major operand, whatever the pages. Columns behind D
+// (80, 96) are filled with zeros by the copy engine. Pages behind the context are replaced by the last valid one and
+// masked.
 //
 // Shared memory, all tiles as [64-column chunk][row][128 bytes] under the 128-byte swizzle:
 //   Q [QStages], K [Stages], V [Stages], the current work items, mbarriers (full and empty of each stage).
@@ -22,14 +23,16 @@
 #include "hopper.cuh"
 #include "paged_prefill.cuh"
 
-template <typename T_, int D_, int N_, int Groups_, bool SoftCap_, int Stages_, bool PingPong_, int CubicEvery_, int QStages_>
+template <typename T_, int D_, int N_, int Groups_, bool SoftCap_, int Stages_, bool PingPong_, int CubicEvery_,
+          int QStages_>
 struct PrefillConfig {
     using T = T_;
-    static constexpr int D = D_, N = N_, Groups = Groups_, Stages = Stages_, CubicEvery = CubicEvery_, QStages = QStages_;
+    static constexpr int D = D_, N = N_, Groups = Groups_;
+    static constexpr int Stages = Stages_, CubicEvery = CubicEvery_, QStages = QStages_;
     static constexpr bool SoftCap = SoftCap_, PingPong = PingPong_;
     static constexpr int kRows = 64 * Groups, kChunks = ceil_div(D, 64);
     static constexpr int kQBytes = kChunks * kRows * 128, kTileBytes = kChunks * N * 128;
-    // The block has (Groups + 1) * 128 threads with an equal share of 64 K registers; producers give most of theirs away.
+    // (Groups + 1) * 128 threads start with an equal share of 64 K registers; producers give most of theirs away.
     static constexpr int kProducerRegisters = Groups == 2 ? 40 : 32, kConsumerRegisters = Groups == 2 ? 232 : 160;
     static_assert(Groups == 2 || Groups == 3, "registers are divided for these");
 };
@@ -260,11 +263,6 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
         release(shared.v_empty(v_ring.stage));
         v_ring.next();
     };
-    auto pack_weights = [&]() {
-#pragma unroll
-        for (int i = 0; i < N / 4; ++i) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
-    };
-
     if (C::PingPong && wg == 0) named_barrier_arrive(1, 256);  // the first turn is free
     for (;; q_ring.next()) {
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.phase);
@@ -279,13 +277,13 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
 
-        float shrink[2];
-        auto weigh = [&](int tile) {
+        auto exponents = [&](int tile) {
             if constexpr (C::SoftCap) soft_cap<N>(s, args.score_scale);
             if (tile * N + N - 1 > lowest || (args.window > 0 && tile * N <= highest - args.window))
                 rows.mask<N>(s, tile * N, args.window);
-            rows.weigh<N, C::CubicEvery>(s, args.exponent_scale, shrink);
+            rows.exponents<N>(s, args.exponent_scale);
         };
+        float shrink[2];
         auto scores_done = [&](int tile) {
             wgmma_pin(s);
             release(shared.k_empty(k_ring.stage));
@@ -298,8 +296,8 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
             issue_scores();
             wgmma_wait<0>();
             scores_done(end - 1);
-            weigh(end - 1);
-            pack_weights();
+            exponents(end - 1);
+            rows.add<T, N, C::CubicEvery>(s, p, shrink, true);
             if (end - 1 > first) mbarrier_wait(shared.k_full(k_ring.stage), k_ring.phase);
             for (int tile = end - 2; tile >= first; --tile) {
                 turn_wait();
@@ -309,15 +307,12 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
                 turn_pass();
                 wgmma_wait<1>();
                 scores_done(tile);
-                weigh(tile);
-                // The softmax is to run beside the second product: pins and the branch keep ptxas from moving it behind
-                // the wait.
-                wgmma_pin(s);
-                wgmma_pin(rows.sum);
+                exponents(tile);
+                // This branch also keeps ptxas from moving the wait to before the exponentials, which are to run beside
+                // the second product.
                 if (tile > first) mbarrier_wait(shared.k_full(k_ring.stage), k_ring.phase);
                 results_done();
-                pack_weights();
-                if (__any_sync(kFullWarp, shrink[0] != 1.f || shrink[1] != 1.f)) {
+                if (rows.add<T, N, C::CubicEvery>(s, p, shrink, false)) {
 #pragma unroll
                     for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i / 2 % 2];
                 }
@@ -328,8 +323,7 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
         } else {
             release(shared.q_empty(q_ring.stage));
         }
-        store_rows<T, D>(o, rows, work, to, head, args.num_kv_heads, args.group, tile_row, args.rows_per_tile,
-                         args.exponent_scale);
+        store_rows<T, D>(o, rows, work, to, head, args.num_kv_heads, args.group, tile_row, args.rows_per_tile);
     }
 }
 
