@@ -18,7 +18,7 @@
 // Shared memory, all tiles as [64-column chunk][row][128 bytes] under the 128-byte swizzle:
 //   Q [QStages], K [Stages], V [Stages], the current work items, mbarriers (full and empty of each stage).
 //
-// Overlap: in a warpgroup the softmax of a tile runs beside the product P V of the tile before; between warpgroups named
+// Overlap: in a warpgroup the softmax of a tile runs beside the product P V of the tile before; between warpgroups
 // barriers pass the turn to issue products round, so that one's softmax runs beside another's products (ping-pong).
 #include "hopper.cuh"
 #include "paged_prefill.cuh"
