@@ -14,7 +14,8 @@ A kernel that reads and writes the host's memory itself fills the bus as well (1
 H200 against 54 of a plain copy), but matrix products beside it take 1.2 to 1.6 times as long; beside the copy engine
 they take 1.04 times as long.
 
-MEASURED
+Measured on an H200 (32 layers, 8 KV heads, head_dim 128, bf16: 2 MiB a block), 256 scattered blocks and slots: 49 GB/s
+out and 47 in, against 54 of a plain pinned copy in the same run.
 """
 
 from __future__ import annotations
