@@ -8,6 +8,7 @@ last bit (the kernel's header says how).
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from functools import cache
 
@@ -34,8 +35,11 @@ _THREADS = 32 * _WARPS
 _TILE_TOKENS = 16
 _ITEM_HEADS = 8
 _MIN_ITEM_TOKENS = 64
-_PLAN_THREADS = 1024
-"""As in the kernels: warps and threads of a block, tokens of a tile, query heads and least tokens of an item."""
+_PLAN_THREADS = 256
+_RING = 16
+_MERGE_LEVELS = 8
+"""As in the kernels: warps and threads of a block, tokens of a tile, query heads and least tokens of an item, threads
+of the plan, item numbers that a block remembers; and more levels of merging than items can need."""
 
 _SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 86: 100, 89: 100, 120: 100, 121: 100}
 """Shared memory of a multiprocessor by compute capability (CUDA programming guide, "Technical specifications")."""
@@ -43,15 +47,15 @@ _SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 86: 100, 89: 100, 
 _SYSTEM_SHARED = 1 << 10
 """Shared memory that the system takes per thread block."""
 
-_STATIC_SHARED = 128
-"""Upper bound of the kernel's static shared memory."""
-
 _ITEMS_PER_BLOCK = 8
 """Room in the workspace: items with partial results per resident thread block."""
 
-_ITEM_COST_BYTES = 12 << 10
-_MERGE_COST_BYTES = 1 << 10
-"""What starting and ending an item costs, and merging one partial result, in bytes of K and V read meanwhile."""
+_BYTES_PER_NS = 4200.0
+_TOKEN_NS = 11.0
+_ITEM_NS = 1500.0
+_LEVEL_NS = 1750.0
+"""What the plan reckons with, measured on an H200: the device's memory rate, a token in a thread block that has its
+data, starting and ending an item, a step of merging. They decide on speed only, never on results."""
 
 
 def _stage_bytes(head_dim: int) -> int:
@@ -64,7 +68,7 @@ def _stage_bytes(head_dim: int) -> int:
 def shared_bytes(head_dim: int, stages: int) -> int:
     """Dynamic shared memory of a thread block (layout: the kernel's header)."""
     exchange = _WARPS * (head_dim * _ITEM_HEADS * 4 + 4 * 16)
-    return _WARPS * stages * _stage_bytes(head_dim) + exchange
+    return _WARPS * stages * _stage_bytes(head_dim) + exchange + 4 * _RING + 16
 
 
 def _stages(head_dim: int, arch: str) -> int:
@@ -74,7 +78,7 @@ def _stages(head_dim: int, arch: str) -> int:
     wanted = {64: 3, 256: 1}.get(head_dim, 2)
     for blocks in range(wanted, 0, -1):
         for stages in (4, 3, 2):
-            if blocks * (shared_bytes(head_dim, stages) + _SYSTEM_SHARED + _STATIC_SHARED) <= total:
+            if blocks * (shared_bytes(head_dim, stages) + _SYSTEM_SHARED) <= total:
                 return stages
     return 0
 
@@ -147,6 +151,7 @@ class DecodePlan:
         self.chunks = -(-self.group // _ITEM_HEADS)
         self.head_items = num_kv_heads * self.chunks
         self.num_seqs = 0
+        self.divisors = [struct.pack("=II", n, -(-(1 << 32) // n) % (1 << 32)) for n in (self.head_items, self.chunks)]
 
         spec = _attention_spec(dtype, head_dim, arch)
         self.shared_bytes = shared_bytes(head_dim, _stages(head_dim, arch))
@@ -154,9 +159,6 @@ class DecodePlan:
         self._plan_kernel: Kernel = get_kernel(_PLAN_SPEC, self.device)
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.grid = processors * self.kernel.max_active_blocks(_THREADS, self.shared_bytes)
-        bytes_per_token = 4 * head_dim
-        self._item_cost = -(-_ITEM_COST_BYTES // bytes_per_token)
-        self._merge_cost = -(-_MERGE_COST_BYTES // bytes_per_token)
         self._allocate(sliding_windows)
 
     def _allocate(self, sliding_windows: Sequence[int | None]) -> None:
@@ -169,7 +171,7 @@ class DecodePlan:
         longest = -(-self.max_seq_len // (1 << self.forced_shift)) if self.forced_shift else 0
         self.max_items = max(_ITEMS_PER_BLOCK * self.grid, self.max_seqs * longest * self.head_items)
         slots = self.max_items // self.head_items
-        self.capacity = self.max_seqs + slots + self.grid
+        self.capacity = self.max_seqs + slots + 2 * self.grid
         tiles = self.head_dim // 16
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -179,11 +181,10 @@ class DecodePlan:
         self._plan_of = dict(zip(windows, self.plans.unbind(), strict=True))
         self.partials = torch.empty((self.max_items, tiles * 32 * 4), dtype=torch.float32, device=self.device)
         self.sums = torch.empty((self.max_items, 16), dtype=torch.float32, device=self.device)
-        self.arrivals = zeros(self.max_seqs * self.head_items)
+        self.arrivals = zeros(_MERGE_LEVELS, self.max_items)
         self.counters = zeros(2)
-        # Rounds of an item (64 tokens or more) and passes of a merge (4 items or more) are counted by the Stack.
-        counted = max(-(-self.max_seq_len // 64), -(-slots // 4), 2)
-        levels = max((counted - 1).bit_length() + 1 - 2, 1)
+        rounds = max(-(-self.max_seq_len // _MIN_ITEM_TOKENS), 2)
+        levels = (rounds - 1).bit_length()  # of a Stack beyond its registers, one more than needed at most
         self._spill_stride = levels * (-(-tiles // _WARPS) + 1) * _THREADS
         self.spill = torch.empty((self.grid, self._spill_stride, 4), dtype=torch.float32, device=self.device)
 
@@ -209,11 +210,12 @@ class DecodePlan:
                 np.int32(self.max_items),
                 np.int32(self.head_items),
                 np.int32(self.grid),
-                np.int32(self._item_cost),
-                np.int32(self._merge_cost),
                 np.int32(self.forced_shift),
+                np.float32(4 * self.head_dim / _BYTES_PER_NS),
+                np.float32(_TOKEN_NS),
+                np.float32(_ITEM_NS),
+                np.float32(_LEVEL_NS),
             ),
-            shared_bytes=8 * num_seqs,
         )
 
     def for_window(self, window: int) -> Tensor:
@@ -287,8 +289,9 @@ def paged_decode(
             np.int64(out.stride(0)),
             np.int64(k_cache.stride(0)),
             np.int64(plan._spill_stride),
-            np.int32(plan.head_items),
-            np.int32(plan.chunks),
+            plan.divisors[0],
+            plan.divisors[1],
+            np.int32(plan.max_items),
             np.int32(plan.group),
             np.int32(plan.block_size.bit_length() - 1),
             np.int32(window),

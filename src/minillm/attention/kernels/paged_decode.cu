@@ -31,6 +31,7 @@
 //                 the row, others are padded by 16 bytes, so that ldmatrix meets no bank conflicts
 //   [warp][head_dim / 16][lane] float4: O of a round, in the layout of the accumulators
 //   [warp][4] float4: m and l of heads 2i and 2i + 1
+//   [kRing] int: numbers of the next items; bool: whether this thread block brought the last partial result
 
 #include "common.cuh"
 #include "paged_decode_plan.cuh"
@@ -53,7 +54,9 @@ struct Shape {
     static constexpr int kOwn = ceil_div(kSteps, kWarps);     // tiles of O^T that a warp merges
     static constexpr int kTilesPerWarp = kDim <= 128 ? 2 : 1;  // of a round; two accumulators of 256 don't fit
     static constexpr int kLoads = kChunks * kTile / kWarp;    // copies of a lane for K, and as many for V
-    static constexpr int kLevels = kDim <= 128 ? 4 : 2;       // of the Stack in registers
+    static constexpr int kLevels = kDim <= 128 ? 3 : 1;  // of the Stack in registers
+    static constexpr int kAtOnce = kDim <= 128 ? 8 : 4;       // partial results that a thread merges at a time
+    static constexpr bool kEarlyQ = kDim <= 128;              // registers for the next item's queries
 
     static __device__ __forceinline__ u32 offset(int row, int chunk) {
         return row * kPitch + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
@@ -156,6 +159,14 @@ struct Stack {
 
 // ---- Attention ---------------------------------------------------------------------------------------------------
 
+// Division by a number that the host knows: magic = ceil(2^32 / divisor), exact for n < 2^32 / divisor.
+struct Divisor {
+    u32 divisor, magic;
+
+    __device__ __forceinline__ int quotient(int n) const { return divisor == 1 ? n : int(__umulhi(n, magic)); }
+    __device__ __forceinline__ int remainder(int n) const { return n - quotient(n) * int(divisor); }
+};
+
 template <typename T>
 struct Args {
     T* out;             // [num_seqs, num_heads, kDim], rows at out_stride
@@ -167,11 +178,12 @@ struct Args {
     float4* partials;   // [slot][head item][kDim / 16][lane]: O, as in Partial
     float4* sums;       // [slot][head item][4]: m and l of heads 2i and 2i + 1
     float4* spill;      // [thread block], spill_stride each: columns of its Stack
-    int* arrivals;      // [sequence][head item]; zero between launches
+    int* arrivals;      // [level][slot][head item]; zero between launches
     int* counters;      // items handed out, thread blocks that are done; zero between launches
     i64 table_stride, q_stride, out_stride, block_stride, spill_stride;
-    int head_items;     // of an entry: KV heads * chunks
-    int chunks;         // of at most 8 query heads of a KV head's group
+    Divisor head_items;  // of an entry: KV heads * chunks
+    Divisor chunks;      // of at most 8 query heads of a KV head's group
+    int max_items;      // slots * head_items
     int group, block_shift, window;
     float scale_log2;              // scale * log2(e): scores to base-2 exponents
     float cap_log2, scale_by_cap;  // with a soft cap: cap * log2(e), 2 * log2(e) * scale / cap
@@ -269,23 +281,24 @@ struct Loader {
 
     __device__ __forceinline__ void fetch_next_entry() {
         next_number = schedule.number(k + 1);
-        if (next_number < schedule.total) next_entry = __ldg(a.plan + 1 + next_number / a.head_items);
+        if (next_number < schedule.total) next_entry = __ldg(a.plan + 1 + a.head_items.quotient(next_number));
         have_next_ids = false;
     }
 
     __device__ __forceinline__ void set_item(int4 entry) {
-        item.set(entry, number % a.head_items, a.window, shift, round_shift());
-        kv_head = item.head / a.chunks;
+        item.set(entry, a.head_items.remainder(number), a.window, shift, round_shift());
+        kv_head = a.chunks.quotient(item.head);
         position = 0;
         positions = (item.rounds - item.first_round) << pair_shift;
     }
 
-    __device__ __forceinline__ void start(int4 first_entry) {
+    __device__ __forceinline__ void start(int4 first_entry, int4 second_entry) {
         k = 0;
-        number = schedule.number(0);
+        number = schedule.number(0), next_number = schedule.number(1);
         set_item(first_entry);
         fetch_ids(item, 0, ids);
-        fetch_next_entry();
+        next_entry = second_entry;
+        have_next_ids = false;
     }
 
     __device__ __forceinline__ void fetch_next_ids() {
@@ -355,57 +368,78 @@ __device__ __forceinline__ float exponent(const Args<T>& a, float dot) {
     return a.cap_log2 * (1.0f - __fdividef(2.0f, exp2_fast(dot * a.scale_by_cap) + 1.0f));
 }
 
-// Attention of 8 heads to the tile at `token`, whose K and V lie in `stage`.
-template <typename T, int kDim>
-__device__ __forceinline__ void attend_tile(const Args<T>& a, u32 stage, const u32 (&q)[Shape<kDim>::kSteps][2],
-                                            const Item& item, int token, Partial<Shape<kDim>::kSteps>& result) {
+// Attention of 8 heads to kCount neighbouring tiles from `token` on, whose K and V lie in `stages`. Two tiles at a time
+// hide much of each other's latency: they have nothing to do with each other until their results merge.
+template <typename T, int kDim, int kCount>
+__device__ __forceinline__ void attend_tiles(const Args<T>& a, const u32 (&stages)[kCount],
+                                             const u32 (&q)[Shape<kDim>::kSteps][2], const Item& item, int token,
+                                             Partial<Shape<kDim>::kSteps> (&result)[kCount]) {
     using S = Shape<kDim>;
     const int lane = threadIdx.x % kWarp;
     // ldmatrix addresses: K's matrices are (tokens 0-7, dims 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); V's are
     // transposed on the way, so dims take the place of rows and the middle two change places.
-    const u32 k_lane = stage + S::offset(lane % 16, lane / 16);
-    const u32 v_lane = stage + S::kTileBytes + S::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 k_lane = S::offset(lane % 16, lane / 16);
+    const u32 v_lane = S::kTileBytes + S::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const auto at_step = [](u32 address, int step) { return S::kSwizzled ? address ^ (step * 32) : address + step * 32; };
 
-    float even[4] = {}, odd[4] = {};  // two chains of products: half the latency
+    float x[kCount][4];  // {token g, heads 2t and 2t + 1}, {token g + 8, the same heads}
+    float even[kCount][4] = {}, odd[kCount][4] = {};  // two chains of products: half the latency
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-        u32 k[4];
-        ldmatrix_x4(k, at_step(k_lane, step));
-        mma_16816<T>(step % 2 ? odd : even, k, q[step][0], q[step][1]);
+    for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+            u32 k[4];
+            ldmatrix_x4(k, at_step(stages[n] + k_lane, step));
+            mma_16816<T>(step % 2 ? odd[n] : even[n], k, q[step][0], q[step][1]);
+        }
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = exponent(a, __fadd_rn(even[n][i], odd[n][i]));
+        if (!item.covers(token + n * kTile)) {
+            const int low = token + n * kTile + lane / 4, high = low + 8;
+            if (low < item.begin || low >= item.end) x[n][0] = x[n][1] = -INFINITY;
+            if (high < item.begin || high >= item.end) x[n][2] = x[n][3] = -INFINITY;
+        }
     }
-    float x[4];  // {token g, heads 2t and 2t + 1}, {token g + 8, the same heads}
+    float m[kCount][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = exponent(a, __fadd_rn(even[i], odd[i]));
-    if (!item.covers(token)) {
-        const int low = token + lane / 4, high = low + 8;
-        if (low < item.begin || low >= item.end) x[0] = x[1] = -INFINITY;
-        if (high < item.begin || high >= item.end) x[2] = x[3] = -INFINITY;
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) m[n][h] = fmaxf(x[n][h], x[n][h + 2]);
+#pragma unroll
+    for (int offset = 4; offset < kWarp; offset *= 2)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) m[n][h] = fmaxf(m[n][h], __shfl_xor_sync(kFullWarp, m[n][h], offset));
+    u32 p[kCount][2];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = exp2_fast(__fsub_rn(x[n][i], m[n][i % 2]));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) p[n][half] = movmatrix_trans(pack2<T>(x[n][2 * half], x[n][2 * half + 1]));
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float m = fmaxf(x[h], x[h + 2]);
-#pragma unroll
-        for (int offset = 4; offset < kWarp; offset *= 2) m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, offset));
-        result.m[h] = m;
-        x[h] = exp2_fast(__fsub_rn(x[h], m));
-        x[h + 2] = exp2_fast(__fsub_rn(x[h + 2], m));
-    }
-    const u32 p_low = movmatrix_trans(pack2<T>(x[0], x[1])), p_high = movmatrix_trans(pack2<T>(x[2], x[3]));
-
     const u32 one = pack2<T>(1.0f, 1.0f);
     const u32 ones[4] = {one, one, one, one};
-    float sum[4] = {};
-    mma_16816<T>(sum, ones, p_low, p_high);
-    result.l[0] = sum[0], result.l[1] = sum[1];
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-        u32 v[4];
-        ldmatrix_x4_trans(v, at_step(v_lane, step));
+    for (int n = 0; n < kCount; ++n) {
+        float sum[4] = {};
+        mma_16816<T>(sum, ones, p[n][0], p[n][1]);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) result.o[step][c] = 0.0f;
-        mma_16816<T>(result.o[step], v, p_low, p_high);
+        for (int h = 0; h < 2; ++h) result[n].m[h] = m[n][h], result[n].l[h] = sum[h];
     }
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+            u32 v[4];
+            ldmatrix_x4_trans(v, at_step(stages[n] + v_lane, step));
+#pragma unroll
+            for (int c = 0; c < 4; ++c) result[n].o[step][c] = 0.0f;
+            mma_16816<T>(result[n].o[step], v, p[n][0], p[n][1]);
+        }
 }
 
 // Merges the round's results of the four warps; each warp gets its tiles of O^T: warp, warp + 4, ...
@@ -444,66 +478,102 @@ __device__ __forceinline__ void exchange(float4* shared_o, float4* shared_sums, 
 template <typename T, int kDim>
 __device__ __forceinline__ float4* workspace_o(const Args<T>& a, int slot, int head, int i) {
     const int tile = threadIdx.x / kWarp + i * kWarps;
-    return a.partials + ((i64(slot) * a.head_items + head) * Shape<kDim>::kSteps + tile) * kWarp + threadIdx.x % kWarp;
+    return a.partials + ((i64(slot) * int(a.head_items.divisor) + head) * Shape<kDim>::kSteps + tile) * kWarp + threadIdx.x % kWarp;
 }
 
 template <typename T>
 __device__ __forceinline__ float4* workspace_sums(const Args<T>& a, int slot, int head) {
-    return a.sums + (i64(slot) * a.head_items + head) * 4 + threadIdx.x % 4;
-}
-
-// Merges all items of item's sequence.
-template <typename T, int kDim>
-__device__ __forceinline__ void merge_items(const Args<T>& a, const Item& item, Span span, int heads,
-                                            Stack<Shape<kDim>::kOwn, Shape<kDim>::kLevels>& stack, Partial<Shape<kDim>::kOwn>& node) {
-    using S = Shape<kDim>;
-    constexpr int kAtOnce = kDim <= 128 ? 8 : 4;  // independent loads, as many as registers allow
-    const int warp = threadIdx.x / kWarp, first = span.begin / kAtOnce, last = (span.end - 1) / kAtOnce;
-    const bool used = 2 * (int(threadIdx.x) % 4) < heads;
-    for (int block = first; block <= last; ++block) {
-        Partial<S::kOwn> part[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            const int index = block * kAtOnce + j, slot = item.slot + index - span.begin;
-            part[j].clear();
-            if (!used || index < span.begin || index >= span.end) continue;
-            const float4 ml = __ldcg(workspace_sums(a, slot, item.head));
-            part[j].m[0] = ml.x, part[j].l[0] = ml.y, part[j].m[1] = ml.z, part[j].l[1] = ml.w;
-#pragma unroll
-            for (int i = 0; i < S::kOwn; ++i) {
-                if (S::kSteps % kWarps != 0 && warp + i * kWarps >= S::kSteps) continue;
-                const float4 o = __ldcg(workspace_o<T, kDim>(a, slot, item.head, i));
-                part[j].o[i][0] = o.x, part[j].o[i][1] = o.y, part[j].o[i][2] = o.z, part[j].o[i][3] = o.w;
-            }
-        }
-#pragma unroll
-        for (int step = 1; step < kAtOnce; step *= 2)
-#pragma unroll
-            for (int j = 2 * step - 1; j < kAtOnce; j += 2 * step) merge(part[j - step], part[j]);
-        node = part[kAtOnce - 1];
-        stack.push(node, block, first, block == last);
-    }
+    return a.sums + (i64(slot) * int(a.head_items.divisor) + head) * 4 + threadIdx.x % 4;
 }
 
 template <typename T, int kDim>
-__device__ __forceinline__ void write_partial(const Args<T>& a, const Item& item, int slot, int heads,
+__device__ __forceinline__ void write_partial(const Args<T>& a, int slot, int head, int heads,
                                               const Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
     if (2 * (int(threadIdx.x) % 4) >= heads) return;
     if (threadIdx.x < 4)
-        *workspace_sums(a, slot, item.head) = make_float4(node.m[0], node.l[0], node.m[1], node.l[1]);
+        *workspace_sums(a, slot, head) = make_float4(node.m[0], node.l[0], node.m[1], node.l[1]);
 #pragma unroll
     for (int i = 0; i < S::kOwn; ++i)
         if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + i * kWarps < S::kSteps)
-            *workspace_o<T, kDim>(a, slot, item.head, i) =
+            *workspace_o<T, kDim>(a, slot, head, i) =
                 make_float4(node.o[i][0], node.o[i][1], node.o[i][2], node.o[i][3]);
 }
 
+// node = the merger of the partial results in slots slot_of(i), begin <= i < end, at most 2 * kAtOnce of them in an
+// aligned block of the tree that starts at `base`.
+template <typename T, int kDim, typename SlotOf>
+__device__ __forceinline__ void merge_slots(const Args<T>& a, int head, int heads, int base, int begin, int end,
+                                            SlotOf slot_of, Partial<Shape<kDim>::kOwn>& node) {
+    using S = Shape<kDim>;
+    const int warp = threadIdx.x / kWarp;
+    const bool used = 2 * (int(threadIdx.x) % 4) < heads;
+    Partial<S::kOwn> before;
+#pragma unroll 1
+    for (int first = base; first < end; first += S::kAtOnce) {
+        Partial<S::kOwn> part[S::kAtOnce];
+#pragma unroll
+        for (int j = 0; j < S::kAtOnce; ++j) {
+            part[j].clear();
+            if (!used || first + j < begin || first + j >= end) continue;
+            const int slot = slot_of(first + j);
+            const float4 ml = __ldcg(workspace_sums(a, slot, head));
+            part[j].m[0] = ml.x, part[j].l[0] = ml.y, part[j].m[1] = ml.z, part[j].l[1] = ml.w;
+#pragma unroll
+            for (int i = 0; i < S::kOwn; ++i) {
+                if (S::kSteps % kWarps != 0 && warp + i * kWarps >= S::kSteps) continue;
+                const float4 o = __ldcg(workspace_o<T, kDim>(a, slot, head, i));
+                part[j].o[i][0] = o.x, part[j].o[i][1] = o.y, part[j].o[i][2] = o.z, part[j].o[i][3] = o.w;
+            }
+        }
+#pragma unroll
+        for (int step = 1; step < S::kAtOnce; step *= 2)
+#pragma unroll
+            for (int j = 2 * step - 1; j < S::kAtOnce; j += 2 * step) merge(part[j - step], part[j]);
+        node = part[S::kAtOnce - 1];
+        if (first > base) merge(before, node);
+        before = node;
+    }
+}
+
+// Hands over an item's result. Results of the items of a sequence meet in blocks of the tree: who brings the last one
+// of a block merges the block and carries the merger on to the next level. So the thread blocks share the merging, and
+// long sequences take a few short steps instead of one long one. True for the one that ends with the whole sequence.
 template <typename T, int kDim>
-__device__ __forceinline__ void write_out(const Args<T>& a, const Item& item, int first_head, int heads,
+__device__ __forceinline__ bool hand_over(const Args<T>& a, const Item& item, Span span, int shift, int heads,
+                                          bool& is_last, Partial<Shape<kDim>::kOwn>& node) {
+    constexpr int kShift = Shape<kDim>::kAtOnce == 8 ? 3 : 2;
+    const int first_item = span.begin;
+    int index = item.start >> shift, below = 0;  // this node among those of its level; levels below, as a shift
+#pragma unroll 1
+    for (int* counters = a.arrivals; span.end - span.begin > 1; counters += a.max_items) {
+        const auto slot_of = [&](int i) { return item.slot + max(i << below, first_item) - first_item; };
+        const int count = span.end - span.begin;
+        const int fan = kShift + (count <= 2 << kShift || count > 1 << 2 * kShift);  // fewer levels, or shorter ones
+        const int base = index >> fan << fan, begin = max(span.begin, base), end = min(span.end, base + (1 << fan));
+        if (below) __syncthreads();  // all have read m and l of the children, whose first slot the node takes
+        write_partial<T, kDim>(a, slot_of(index), item.head, heads, node);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int* const arrived = counters + i64(slot_of(begin)) * int(a.head_items.divisor) + item.head;
+            is_last = arrive(arrived) == end - begin - 1;
+            if (is_last) *arrived = 0;
+        }
+        __syncthreads();
+        if (!is_last) return false;
+        merge_slots<T, kDim>(a, item.head, heads, base, begin, end, slot_of, node);
+        index >>= fan, below += fan;
+        span = {span.begin >> fan, ((span.end - 1) >> fan) + 1};
+    }
+    return true;
+}
+
+template <typename T, int kDim>
+__device__ __forceinline__ void write_out(const Args<T>& a, const Item& item, int heads,
                                           const Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int first_head = a.chunks.quotient(item.head) * a.group + a.chunks.remainder(item.head) * kHeads;
     T* const rows = a.out + item.seq * a.out_stride + i64(first_head) * kDim;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -529,82 +599,100 @@ template <typename T, int kDim, int kStages>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDim>)
 paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* tables, const int4* plan,
              float4* partials, float4* sums, float4* spill, int* arrivals, int* counters, i64 table_stride,
-             i64 q_stride, i64 out_stride, i64 block_stride, i64 spill_stride, int head_items, int chunks, int group,
-             int block_shift, int window, float scale_log2, float cap_log2, float scale_by_cap) {
+             i64 q_stride, i64 out_stride, i64 block_stride, i64 spill_stride, Divisor head_items, Divisor chunks,
+             int max_items, int group, int block_shift, int window, float scale_log2, float cap_log2, float scale_by_cap) {
     using S = Shape<kDim>;
     constexpr int kAhead = kStages + 3;  // the copies of item k + kStages end with looking up the number two further
     static_assert(2 * kAhead <= kRing, "numbers are kept until the computing half is done with them");
     extern __shared__ __align__(1024) u8 shared[];
-    __shared__ int ring[kRing];
-    __shared__ bool is_last;
-    const Args<T> a{out,        q,          k_cache,      v_cache,      tables,     plan,       partials,    sums,
-                    spill,      arrivals,   counters,     table_stride, q_stride,   out_stride, block_stride, spill_stride,
-                    head_items, chunks,     group,        block_shift,  window,     scale_log2, cap_log2,    scale_by_cap};
+    const Args<T> a{out,          q,          k_cache,    v_cache,  tables,   plan,         partials,
+                    sums,         spill,      arrivals,   counters, table_stride, q_stride, out_stride,
+                    block_stride, spill_stride, head_items, chunks, max_items, group,       block_shift,
+                    window,       scale_log2, cap_log2,   scale_by_cap};
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const u32 stages = smem_addr(shared) + warp * kStages * S::kStageBytes;
     float4* const shared_o = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
     float4* const shared_sums = shared_o + kWarps * S::kSteps * kWarp;
+    int* const ring = reinterpret_cast<int*>(shared_sums + kWarps * 4);
+    bool& is_last = *reinterpret_cast<bool*>(ring + kRing);
 
-    // A plan has room for an entry of each thread block, so it is read before its length is known.
-    const int4 first_entry = __ldg(plan + 1 + blockIdx.x / head_items);
+    // A plan has room for two entries of each thread block, so they are read before its length is known.
+    int4 entry = __ldg(plan + 1 + head_items.quotient(blockIdx.x));
+    int4 next_entry = __ldg(plan + 1 + head_items.quotient(blockIdx.x + gridDim.x));
     const int4 header = __ldg(plan);
     const int shift = header.y, plan_window = header.z;
     const int pair_shift = S::kTilesPerWarp == 1 || shift == kMinItemShift ? 0 : 1;
-    const Schedule<kAhead> schedule{header.x * head_items, ring};
+    const Schedule<kAhead> schedule{header.x * int(head_items.divisor), ring};
     if (int(blockIdx.x) >= schedule.total) return;
 
     Loader<T, kDim, kAhead> loader(a);
     loader.schedule = schedule, loader.shift = shift, loader.pair_shift = pair_shift;
     loader.policy = evict_first_policy();
-    loader.start(first_entry);
+    loader.start(entry, next_entry);
 
-    Item item = loader.item;
-    u32 q_operand[S::kSteps][2];
-    int first_head, heads;
-    const auto fetch_q = [&] {
-        const int kv_head = item.head / chunks, chunk = item.head % chunks;
-        first_head = kv_head * group + chunk * kHeads;
-        heads = min(kHeads, group - chunk * kHeads);
-        const T* const row = q + item.seq * q_stride + i64(first_head + lane / 4) * kDim + lane % 4 * 2;
+    u32 q_operand[S::kSteps][2], next_q[S::kEarlyQ ? S::kSteps : 1][2];
+    const auto fetch_q = [&](int seq, int head, u32 (&to)[S::kSteps][2]) {
+        const int skipped = chunks.remainder(head) * kHeads, first = chunks.quotient(head) * group + skipped;
+        const bool used = skipped + lane / 4 < group;
+        const T* const row = q + seq * q_stride + i64(first + lane / 4) * kDim + lane % 4 * 2;
 #pragma unroll
         for (int step = 0; step < S::kSteps; ++step) {
-            q_operand[step][0] = lane / 4 < heads ? __ldg(reinterpret_cast<const u32*>(row + step * 16)) : 0;
-            q_operand[step][1] = lane / 4 < heads ? __ldg(reinterpret_cast<const u32*>(row + step * 16 + 8)) : 0;
+            to[step][0] = used ? __ldg(reinterpret_cast<const u32*>(row + step * 16)) : 0;
+            to[step][1] = used ? __ldg(reinterpret_cast<const u32*>(row + step * 16 + 8)) : 0;
         }
     };
-    fetch_q();
+    fetch_q(entry.x, head_items.remainder(blockIdx.x), q_operand);
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) loader.issue(stages + i * S::kStageBytes);
 
-    Stack<S::kOwn, S::kLevels> stack;
-    stack.spill = spill + blockIdx.x * spill_stride;
-#pragma unroll
-    for (int level = 0; level < S::kLevels; ++level) stack.levels[level].clear();
-    int stage = 0;
-    for (int k = 0;;) {
+    int stage = 0, number = blockIdx.x, next_number = schedule.number(1);
+    for (int k = 0;; ++k) {
+        Item item;
+        item.set(entry, head_items.remainder(number), window, shift, pair_shift + 6);
+        // What the next item needs is fetched now: its queries, and the entry of the one behind it.
+        const int following_number = schedule.number(k + 2);
+        int4 following_entry;
+        if (next_number < schedule.total) {
+            if constexpr (S::kEarlyQ) fetch_q(next_entry.x, head_items.remainder(next_number), next_q);
+            if (following_number < schedule.total) following_entry = __ldg(plan + 1 + head_items.quotient(following_number));
+        }
         int handed_out = 0;
         if (schedule.dynamic() && threadIdx.x == 0) handed_out = atomicAdd(counters, 1);
         Partial<S::kOwn> node;
+        Stack<S::kOwn, S::kLevels> stack;
+        stack.spill = spill + blockIdx.x * spill_stride;
+#pragma unroll
+        for (int level = 0; level < S::kLevels; ++level) stack.levels[level].clear();
         for (int round = item.first_round; round < item.rounds; ++round) {
+            // The warp's part of the round: one tile, or two neighbours.
             Partial<S::kSteps> mine;
             mine.clear();
-#pragma unroll 1
-            for (int i = 0; i < 1 << pair_shift; ++i) {
-                const u32 place = stages + stage * S::kStageBytes;
-                const int token =
-                    Loader<T, kDim, kAhead>::token_at(item, ((round - item.first_round) << pair_shift) + i, pair_shift);
-                cp_async_wait<kStages - 1>();
-                __syncwarp();
-                if (item.touches(token)) {
-                    Partial<S::kSteps> tile;
-                    attend_tile<T, kDim>(a, place, q_operand, item, token, tile);
-                    if (i > 0) merge(mine, tile);
-                    mine = tile;
-                }
-                __syncwarp();
-                loader.issue(place);
-                if (++stage == kStages) stage = 0;
+            const int position = (round - item.first_round) << pair_shift;
+            const int token = Loader<T, kDim, kAhead>::token_at(item, position, pair_shift);
+            u32 places[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                places[i] = stages + stage * S::kStageBytes;
+                if (i <= pair_shift && ++stage == kStages) stage = 0;
             }
+            if (pair_shift) cp_async_wait<kStages - 2>();
+            else cp_async_wait<kStages - 1>();
+            __syncwarp();
+            const bool first = item.touches(token), second = pair_shift && item.touches(token + kTile);
+            if (S::kTilesPerWarp == 2 && first && second) {
+                Partial<S::kSteps> tiles[2];
+                attend_tiles<T, kDim, 2>(a, places, q_operand, item, token, tiles);
+                merge(tiles[0], tiles[1]);
+                mine = tiles[1];
+            } else if (first || second) {
+                Partial<S::kSteps> tile[1];
+                attend_tiles<T, kDim, 1>(a, {first ? places[0] : places[1]}, q_operand, item,
+                                         first ? token : token + kTile, tile);
+                mine = tile[0];
+            }
+            __syncwarp();
+#pragma unroll 1
+            for (int i = 0; i <= pair_shift; ++i) loader.issue(i ? places[1] : places[0]);
             const bool last = round + 1 == item.rounds;
             if (last && schedule.dynamic() && threadIdx.x == 0)
                 ring[(k + kAhead) % kRing] = kAhead * gridDim.x + handed_out;
@@ -612,27 +700,19 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
             stack.push(node, round, item.first_round, last);
         }
 
-        if (item.slot < 0) {
-            write_out<T, kDim>(a, item, first_head, heads, node);
+        const int heads = min(kHeads, group - chunks.remainder(item.head) * kHeads);
+        if (item.slot < 0 || hand_over<T, kDim>(a, item, item_span(item.len, plan_window, shift), shift, heads, is_last, node))
+            write_out<T, kDim>(a, item, heads, node);
+        if (next_number >= schedule.total) break;
+        number = next_number, next_number = following_number;
+        entry = next_entry, next_entry = following_entry;
+        if constexpr (S::kEarlyQ) {
+#pragma unroll
+            for (int step = 0; step < S::kSteps; ++step)
+                q_operand[step][0] = next_q[step][0], q_operand[step][1] = next_q[step][1];
         } else {
-            const Span span = item_span(item.len, plan_window, shift);
-            write_partial<T, kDim>(a, item, item.slot + (item.start >> shift) - span.begin, heads, node);
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                int* const arrived = arrivals + i64(item.seq) * head_items + item.head;
-                is_last = arrive(arrived) == span.end - span.begin - 1;
-                if (is_last) *arrived = 0;
-            }
-            __syncthreads();
-            if (is_last) {
-                merge_items<T, kDim>(a, item, span, heads, stack, node);
-                write_out<T, kDim>(a, item, first_head, heads, node);
-            }
+            fetch_q(entry.x, head_items.remainder(number), q_operand);
         }
-        const int number = schedule.number(++k);
-        if (number >= schedule.total) break;
-        item.set(__ldg(plan + 1 + number / head_items), number % head_items, window, shift, pair_shift + 6);
-        fetch_q();
     }
 
     // The last thread block to leave puts the counter back for the next launch.

@@ -9,6 +9,7 @@
 
 
 constexpr int kSizes = 16;  // S is one of 64 * 2^0 .. 64 * 2^15
+constexpr int kPlanThreads = 256;
 
 // Sum of `value` over the threads before this one; `total` is over all. `scratch` has an int per warp.
 __device__ int block_scan(int value, int* scratch, int& total) {
@@ -31,15 +32,35 @@ __device__ int block_scan(int value, int* scratch, int& total) {
     return before + end - value;
 }
 
+// The estimated time of a step, in ns, if its items have `size` tokens. Items are computed in waves of one per thread
+// block. A wave takes as long as its bytes, or as a single item, whichever is more; the last wave may be a small one.
+// Where lengths differ, items are shorter than `size` and thread blocks that finish early take more of them, so what
+// counts is the sum of tokens and the last item. Then come the steps in which partial results meet.
+struct Costs {
+    float token_bytes;  // reading a token's K and V of one head, at the rate of the whole device
+    float token;        // computing a token in a thread block that has no lack of data
+    float item;         // starting and ending an item
+    float level;        // a step of merging
+};
+
+__device__ float estimate(const Costs& cost, float tokens, float longest, float items, int size, int grid) {
+    const float length = fminf(size, longest), one = length * cost.token + cost.item;
+    const float waves = floorf(items / grid), rest = items - waves * grid;
+    const float even = waves * fmaxf(grid * length * cost.token_bytes, one) +
+                       (rest > 0.0f ? fmaxf(rest * length * cost.token_bytes, one) : 0.0f);
+    const float uneven = fmaxf(tokens * cost.token_bytes, (tokens * cost.token + items * cost.item) / grid) + one;
+    const float parts = ceilf(longest / size);
+    const float levels = parts <= 1 ? 0.0f : parts <= 8 ? 1.0f : parts <= 16 ? 1.5f : parts <= 64 ? 2.0f : 3.0f;
+    return fminf(even, uneven) + levels * cost.level;
+}
+
 // Chooses S and lists the items. One thread block per sliding window in use: plans[blockIdx.x] for windows[blockIdx.x].
-// `heads` counts items of an entry, `grid` the attention kernel's thread blocks, `item_cost` what an item costs beyond
-// its tokens and `merge_cost` what a partial result costs the thread block that merges, both in tokens. At most `max_slots`
-// items have partial results. `forced_shift`, if not 0, fixes log2(S).
-__global__ void __launch_bounds__(1024)
+// `heads` counts items of an entry, `grid` the attention kernel's thread blocks. At most `max_items` items have partial
+// results. `forced_shift`, if not 0, fixes log2(S).
+__global__ void __launch_bounds__(kPlanThreads)
 paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, const int* __restrict__ windows,
-                  int num_seqs, int capacity, int max_slots, int heads, int grid, int item_cost, int merge_cost,
-                  int forced_shift) {
-    extern __shared__ int ends[];  // [num_seqs] entries up to and with this sequence, then [num_seqs] slots before it
+                  int num_seqs, int capacity, int max_items, int heads, int grid, int forced_shift, float token_bytes_ns,
+                  float token_ns, float item_ns, float level_ns) {
     __shared__ int scratch[kWarp], entries_of[kSizes], slots_of[kSizes], longest, best;
     __shared__ unsigned long long tokens;
     int4* const plan = plans + i64(blockIdx.x) * (capacity + 1);
@@ -48,7 +69,7 @@ paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, co
     if (threadIdx.x == 0) longest = 0, tokens = 0;
     __syncthreads();
 
-    for (int first = 0; first < num_seqs; first += blockDim.x) {
+    for (int first = 0; first < num_seqs; first += kPlanThreads) {
         const int s = first + threadIdx.x;
         const int len = s < num_seqs ? seq_lens[s] : 0;
         const int seen = window > 0 ? min(len, window) : len;
@@ -60,58 +81,43 @@ paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, co
             const int count = s < num_seqs ? span.end - span.begin : 0;
             const int all = __reduce_add_sync(kFullWarp, count);
             const int several = __reduce_add_sync(kFullWarp, count > 1 ? count : 0);
-            if (lane == 0) atomicAdd(&entries_of[k], all), atomicAdd(&slots_of[k], several);
+            if (lane == k) atomicAdd(&entries_of[k], all), atomicAdd(&slots_of[k], several);
         }
     }
     __syncthreads();
 
-    // The time of a size, in tokens that one thread block reads: either all thread blocks walk through equally many
-    // full items, or they share the tokens and end within an item of each other, whichever estimate is lower; then the
-    // longest sequence's partial results are merged.
-    if (threadIdx.x == 0) {
-        float lowest = INFINITY;
-        best = kSizes - 1;
-        for (int k = 0; k < kSizes; ++k) {
-            const float size = min(1 << (kMinItemShift + k), longest), items = float(entries_of[k]) * heads;
-            const float rounds = ceilf(items / grid) * (size + item_cost);
-            const float shared = (float(tokens) * heads + items * item_cost) / grid + size + item_cost;
-            const float parts = ceilf(longest / float(1 << (kMinItemShift + k)));
-            const float cost = fminf(rounds, shared) + 0.125f * size + (parts > 1 ? parts * merge_cost : 0);
-            if (slots_of[k] * heads <= max_slots && cost < lowest) lowest = cost, best = k;
+    if (threadIdx.x < kWarp) {
+        const int k = lane % kSizes;
+        const float ns = estimate({token_bytes_ns, token_ns, item_ns, level_ns}, float(tokens) * heads, longest,
+                                  float(entries_of[k]) * heads, 1 << (kMinItemShift + k), grid);
+        const bool fits = i64(slots_of[k]) * heads <= max_items;
+        // Positive floats order like their bits; the size takes the lowest four.
+        const u32 lowest = __reduce_min_sync(kFullWarp, (fits ? __float_as_uint(ns) & ~15u : 0x7f800000u) | k);
+        if (lane == 0) {
+            best = forced_shift ? forced_shift - kMinItemShift : int(lowest & 15u);
+            plan[0] = make_int4(entries_of[best], kMinItemShift + best, window, 0);
         }
-        if (forced_shift) best = forced_shift - kMinItemShift;
-        plan[0] = make_int4(entries_of[best], kMinItemShift + best, window, 0);
     }
     __syncthreads();
 
     const int shift = kMinItemShift + best;
-    int* const slots = ends + num_seqs;
     int entries_before = 0, slots_before = 0;
-    for (int first = 0; first < num_seqs; first += blockDim.x) {
+    for (int first = 0; first < num_seqs; first += kPlanThreads) {
         const int s = first + threadIdx.x;
-        const Span span = item_span(s < num_seqs ? seq_lens[s] : 0, window, shift);
+        const int len = s < num_seqs ? seq_lens[s] : 0;
+        const Span span = item_span(len, window, shift);
         const int count = s < num_seqs ? span.end - span.begin : 0;
         int entries, several;
-        const int entry = block_scan(count, scratch, entries);
-        const int slot = block_scan(count > 1 ? count : 0, scratch, several);
-        if (s < num_seqs) {
-            ends[s] = entries_before + entry + count;
-            slots[s] = count > 1 ? slots_before + slot : -1;
+        const int entry = entries_before + block_scan(count, scratch, entries);
+        const int slot = slots_before + block_scan(count > 1 ? count : 0, scratch, several);
+        for (int owner = 0; owner < kWarp; ++owner) {  // a warp writes the entries of one sequence after the other
+            const int from = __shfl_sync(kFullWarp, entry, owner), number = __shfl_sync(kFullWarp, count, owner);
+            const int begin = __shfl_sync(kFullWarp, span.begin, owner), of_len = __shfl_sync(kFullWarp, len, owner);
+            const int of_slot = __shfl_sync(kFullWarp, count > 1 ? slot : -1, owner);
+            for (int i = lane; i < number; i += kWarp)
+                plan[1 + from + i] = make_int4(s - lane + owner, (begin + i) << shift, of_len, of_slot);
         }
         entries_before += entries;
         slots_before += several;
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < entries_before; e += blockDim.x) {
-        int low = 0, high = num_seqs - 1;  // the first sequence whose entries end behind e
-        while (low < high) {
-            const int middle = (low + high) / 2;
-            if (ends[middle] > e) high = middle;
-            else low = middle + 1;
-        }
-        const int len = seq_lens[low];
-        const Span span = item_span(len, window, shift);
-        const int index = span.end - (ends[low] - e);
-        plan[1 + e] = make_int4(low, index << shift, len, slots[low]);
     }
 }
