@@ -53,8 +53,8 @@ _ITEMS_PER_BLOCK = 8
 _BYTES_PER_NS = 4200.0
 _ITEM_NS = 1500.0
 _LEVEL_NS = 1400.0
-"""What the plan reckons with, measured on an H200: the device's memory rate, what an item costs beside its tokens, and a
-step of merging. They decide on speed only, never on results."""
+"""What the plan reckons with, measured on an H200: the device's memory rate, what an item costs beside its tokens, and
+a step of merging. They decide on speed only, never on results."""
 
 
 def _token_ns(head_dim: int) -> float:
