@@ -78,7 +78,7 @@ _COMMON = {
     "block_size": BLOCK_SIZE,
     "enable_prefix_caching": False,
     "check_invariants": True,
-    "gpu_memory_utilization": 0.5,
+    "num_gpu_blocks_override": 256,
 }
 _SMALL_POOL = {"num_gpu_blocks_override": POOL_BLOCKS, "swap_space": 0.25, "max_num_seqs": len(QUESTIONS)}
 

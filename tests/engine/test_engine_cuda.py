@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +140,47 @@ def test_a_failure_of_the_device_fails_every_request_with_the_cause_and_hangs_no
     llm.close()
 
 
+REAL_FAULT = """
+import sys, torch
+from minillm import LLM, SamplingParams
+from minillm.core.errors import EngineDeadError
+
+llm = LLM(sys.argv[1], device="cuda", dtype="float32", num_gpu_blocks_override=64, swap_space=0.05)
+model = llm.runtime._engine.runner.model
+forward, steps = model.forward, 0
+
+def failing(*arguments):
+    global steps
+    steps += 1
+    if steps == 5:
+        torch._assert_async(torch.zeros((), device="cuda"))  # a kernel that stops with an assertion
+    return forward(*arguments)
+
+model.forward = failing
+params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+for future in [llm.runtime.submit([3 + i, 4], params) for i in range(4)]:
+    try:
+        future.result(timeout=60)
+    except EngineDeadError as error:
+        print("dead:", error)
+llm.close()
+print("closed", flush=True)
+"""
+
+
+def test_a_kernel_that_faults_ends_the_engine_and_hangs_nobody(llama: Path) -> None:
+    """In a process of its own: after a fault no CUDA call works in it any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", REAL_FAULT, str(llama)], capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("dead:") and "CUDA error" in line]) == 4, done.stderr[-2000:]
+    assert lines[-1] == "closed"
+
+
 def test_closing_with_a_step_in_flight_ends_at_once_and_frees_the_memory(llama: Path) -> None:
-    torch.cuda.synchronize()
+    with make(llama) as llm:
+        tokens(llm)  # cuBLAS keeps a workspace for good
     before = torch.cuda.memory_allocated()
     llm = make(llama)
     assert torch.cuda.memory_allocated() > before

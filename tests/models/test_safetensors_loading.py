@@ -272,3 +272,9 @@ def test_loaded_model_says_where_it_is_from(folder: Path) -> None:
 def test_unknown_dtype_is_refused(dtype: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype="):
         load_model(folder, dtype=dtype)
+
+
+def test_a_device_that_is_not_here_is_refused(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device='cuda:0'"):
+        load_model(folder, device="cuda:0")

@@ -13,6 +13,7 @@ from step_loop import VOCAB, Loop, decoder_of, prompt, tiny_reference, wide_head
 
 from minillm.core.errors import KernelLaunchError
 from minillm.core.plan import NoPlan
+from minillm.core.sampling_params import SamplingParams
 from minillm.runner.pytorch_model_runner import NOT_FINITE, PROMPT_LOGPROB_SLICE
 from minillm.runner.sampler import Sampler
 from reference_kernels import ReferenceKernels
@@ -369,12 +370,33 @@ def test_the_cuts_without_waiting_give_the_tokens_of_the_cpus_cuts(device, kind)
     assert got.tolist() == wanted.tolist()
 
 
+def test_b44_tiny_temperatures_and_nuclei_choose_the_best_token_beside_normal_rows(device):
+    """B44: logits at the ends of float16, temperatures down to 0; a row that draws normally is not touched by them."""
+    logits = torch.randn(8, 600, generator=torch.Generator().manual_seed(2)) * 2
+    logits[:7] *= 60000 / logits[:7].abs().max()
+    kinds = [{"temperature": t} for t in (0.0, 1e-8, 1e-5, 1e-4, 0.01)]
+    kinds += [
+        {"temperature": 1.0, "top_p": 1e-4},
+        {"temperature": 1.0, "top_p": 1e-9, "top_k": 5},
+        {"temperature": 1.0},
+    ]
+    rows = list(range(8))
+    together, alone = Sampler(8, 600, device), Sampler(8, 600, device)
+    for row, params in enumerate(kinds):
+        for sampler in (together, alone):
+            sampler.state.assign(row, SamplingParams(**params), seed=row)
+    for index in range(20):
+        result = together.sample(logits.to(device, copy=True), rows, [index] * 8)
+        assert result.token_ids[:7].tolist() == logits[:7].argmax(-1).tolist()
+        assert not result.failed.any()
+        single = alone.sample(logits[7:].to(device, copy=True), [7], [index])
+        assert result.token_ids[7] == single.token_ids[0]
+
+
 @pytest.mark.cuda
 def test_the_sampler_alone_gives_the_cpus_tokens_from_equal_logits():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from minillm.core.sampling_params import SamplingParams
-
     vocab, rows = 5000, 16
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 3
     logits[3, 17] = torch.nan

@@ -176,7 +176,8 @@ def test_the_toy_shape_of_four_heads_of_size_eight(dtype):
 )
 def test_the_tuned_kernels_serve_what_they_are_for(dtype, head_dim, block_size, tuned):
     spec = KVCacheSpec(num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype)
-    kernels = CudaKernels(PagedKVCache(spec, 4, DEVICE), num_heads=6, max_num_seqs=4, max_model_len=64)
+    layers = [LayerAttention(1.0)]
+    kernels = CudaKernels(PagedKVCache(spec, 4, DEVICE), layers, num_heads=6, max_num_seqs=4, max_model_len=64)
     assert (kernels.decode_is_tuned, kernels.prefill_is_tuned) == (tuned, tuned)
 
 

@@ -104,7 +104,7 @@ class CudaAttention:
         self._caches = [(cache.k(layer), cache.v(layer)) for layer in range(spec.num_layers)]
         self._tables = torch.zeros((max_num_seqs, self.table_width), dtype=torch.int32, device=cache.device)
         self._kernels = kernels or CudaKernels(
-            cache, num_heads=num_heads, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            cache, layers, num_heads=num_heads, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
         self._meta: CudaMetadata | None = None
         self._step_tables = self._tables[:0]
@@ -142,9 +142,17 @@ class CudaAttention:
 class CudaKernels:
     """This package's kernels: the tuned ones for what they support, the simple one for the rest."""
 
-    def __init__(self, cache: PagedKVCache, *, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
-        """Compiles nothing yet: the runner's first pass does, or the disk cache has it."""
-        from minillm.attention import cuda_simple
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        layers: Sequence[LayerAttention],
+        *,
+        num_heads: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        """Compiles kernels that are not in the disk cache yet, now or with the first step."""
+        from minillm.attention import cuda_decode, cuda_prefill, cuda_simple
         from minillm.attention.cuda_build import arch_of
         from minillm.memory import cuda_kv_ops
 
@@ -154,23 +162,15 @@ class CudaKernels:
         shape = (num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.dtype)
         self.write_kv = cuda_kv_ops.write_kv
         self._simple = cuda_simple.paged_attention_simple
+        self._paged_decode, self._paged_prefill = cuda_decode.paged_decode, cuda_prefill.paged_prefill
         self._decode_plan = self._prefill_plan = None
-        try:
-            from minillm.attention import cuda_decode
-
-            self._paged_decode = cuda_decode.paged_decode
-            if cuda_decode.supports(*fits):
-                self._decode_plan = cuda_decode.DecodePlan(cache.device, max_num_seqs, max_model_len, *shape)
-        except ImportError:
-            pass
-        try:
-            from minillm.attention import cuda_prefill
-
-            self._paged_prefill = cuda_prefill.paged_prefill
-            if cuda_prefill.supports(*fits):
-                self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
-        except ImportError:
-            pass
+        if cuda_decode.supports(*fits):
+            windows = list(dict.fromkeys(params.sliding_window for params in layers))
+            self._decode_plan = cuda_decode.DecodePlan(
+                cache.device, max_num_seqs, max_model_len, *shape, sliding_windows=windows
+            )
+        if cuda_prefill.supports(*fits):
+            self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
         self._meta: CudaMetadata | None = None
 
     @property

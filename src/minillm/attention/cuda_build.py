@@ -62,6 +62,7 @@ KERNEL_DIR = Path(__file__).with_name("kernels")
 
 KERNEL_MODULES = (
     "minillm.attention.cuda_simple",
+    "minillm.attention.cuda_decode",
     "minillm.attention.cuda_prefill",
     "minillm.memory.cuda_kv_ops",
 )

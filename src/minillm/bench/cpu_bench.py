@@ -54,7 +54,7 @@ LOAD_ENGINE = f"""
 import time
 start = time.perf_counter()
 from minillm import LLM
-llm = LLM("{MODEL}")
+llm = LLM("{MODEL}", device="cpu")
 print(time.perf_counter() - start)
 """
 
@@ -73,7 +73,7 @@ import sys
 from minillm import LLM, SamplingParams
 from minillm.bench.cpu_bench import QUESTIONS
 count, new_tokens = map(int, sys.argv[1:])
-llm = LLM("{MODEL}")
+llm = LLM("{MODEL}", device="cpu")
 prompts = [f"{{QUESTIONS[i % len(QUESTIONS)]}} ({{i}})" for i in range(count)]
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
 print(sum(len(output.outputs[0].token_ids) for output in outputs))

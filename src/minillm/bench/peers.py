@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,8 +117,8 @@ def measure(
     *,
     shapes: Sequence[PeerShape] | None = None,
     ours: bool = True,
-) -> list[dict[str, str]]:
-    """Rows of the CSV file of `table` ('decode' or 'prefill'), one per shape and contender.
+) -> Iterator[list[dict[str, str]]]:
+    """Rows of the CSV file of `table` ('decode' or 'prefill'), shape by shape, one per contender.
 
     With `ours=False` the peers are timed alone.
     """
@@ -126,16 +127,18 @@ def measure(
     progress(f"copy {ceilings.copy_gbps:,.0f} GB/s, bf16 product {ceilings.matmul_tflops:,.0f} TFLOP/s")
     packages = ("torch", "flashinfer-python", "apache-tvm-ffi")
     where = common.environment(torch.cuda.get_device_name(device), packages)
-    rows = []
     for shape in TABLES[table] if shapes is None else shapes:
+        start = time.perf_counter()
         layers, entries = measure_shape(shape, rounds, device, ours=ours)
         torch.cuda.empty_cache()
         best = min((e.time.median_us for e in entries if e.time and e.contender.family != OURS), default=math.nan)
         own = next((e for e in entries if e.contender.family == OURS), None)
         mine = own.time.median_us if own and own.time else math.nan
-        progress(f"{table} {shape.heads} {shape.name}: {mine:.1f} us, best peer {best:.1f} us, {best / mine:.2f} times")
-        rows += [{**_row(table, shape, layers, entry, ceilings), **where} for entry in entries]
-    return rows
+        progress(
+            f"{table} {shape.heads} {shape.name}: {mine:.1f} us, best peer {best:.1f} us, {best / mine:.2f} times "
+            f"({time.perf_counter() - start:.0f} s)"
+        )
+        yield [{**_row(table, shape, layers, entry, ceilings), **where} for entry in entries]
 
 
 def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: bool = True) -> tuple[int, list[Entry]]:
@@ -149,23 +152,28 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
     peers = decode_contenders(batch) if shape.query_len == 1 else prefill_contenders(batch)
     contenders = [*([Contender(OURS, "direct", lambda: direct_path(batch))] if ours else []), *peers]
     graphs: dict[str, StepGraph] = {}
-    made: list[tuple[Contender, AttentionPath | None, Error | None, float, str]] = []
+    made: list[tuple[Contender, Error | None, float, str]] = []
     for contender in contenders:
         try:
-            path = contender.make()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says at length why a backend does not take a shape
+                path = contender.make()
+                path.run(0)
             error = worst([_check(contender, path, batch, layer) for layer in (0, layers - 1)])
+            # Before the capture: planning again may replace buffers that a captured graph would go on reading.
+            plan_us = _plan_us(path)
             graphs[_key(contender)] = StepGraph([_bind(path, layer) for layer in range(layers)])
-            made.append((contender, path, error, _plan_us(path), "ok"))
+            made.append((contender, error, plan_us, "ok"))
         except WrongResultError:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, None, math.nan, "wrong result"))
+            made.append((contender, None, math.nan, "wrong result"))
         except Exception as error:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+            made.append((contender, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
     times = time_graphs(graphs, rounds)
-    return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, _, error, plan, status in made]
+    return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, error, plan, status in made]
 
 
 def _key(contender: Contender) -> str:

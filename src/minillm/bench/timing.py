@@ -21,11 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 Call = Callable[[], object]
 
-FLUSH_BYTES = 512 << 20
-"""Written before each timed call: several times any L2 cache, and long enough for the host to queue the call."""
+FLUSH_BYTES = 2 << 30
+"""Written before each timed call: many times any L2 cache, and long enough (half a millisecond on an H200) for the host
+to queue the call, even a slow one."""
 
 MATMUL_SIZE = 8192
 
@@ -94,8 +96,10 @@ class PathTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        on_gpu = device.type == "cuda"
-        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if on_gpu else None
+        self._flush: Tensor | None = None
+        if device.type == "cuda":
+            size = min(FLUSH_BYTES, torch.cuda.get_device_properties(device).total_memory // 16)
+            self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
 
     def time(self, call: Call, iterations: int, *, warmup: int = 3, max_seconds: float = 10.0) -> PathTime:
         """Time `iterations` calls, fewer (but at least three) if they would take more than `max_seconds` each way."""
@@ -141,21 +145,27 @@ def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 class StepGraph:
-    """Calls (one per layer) captured in one CUDA graph."""
+    """Calls (one per layer) captured in one CUDA graph, which keeps them, and so the memory that they use, alive."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.num_calls = len(calls)
+        self._calls = calls
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # capture wants everything lazy (modules, workspaces, plans) to exist
             for call in calls:
                 call()
-        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for call in calls:
-                call()
+        # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache, seconds for a table.
+        with torch.cuda.stream(side):
+            self._graph.capture_begin()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
 
     def replay(self) -> None:
         """Queue one replay."""
@@ -176,13 +186,14 @@ class ReplayTime:
 def time_graphs(graphs: Mapping[str, StepGraph], rounds: int) -> dict[str, ReplayTime]:
     """Replay all graphs `rounds` times, interleaved: each round runs every one, starting one further than the last.
 
-    A device that changes its clock during the run then does so for all. Two untimed rounds come first; nothing
-    synchronises between replays, so the device never waits for the host.
+    A device that changes its clock during the run then does so for all. An untimed round comes first; nothing
+    synchronises between the timed replays, so the device never waits for the host.
     """
     names = list(graphs)
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
-    for name in names * 2:
-        graphs[name].replay()
+    for graph in graphs.values():
+        graph.replay()
+        torch.cuda.synchronize()
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:

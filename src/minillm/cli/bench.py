@@ -198,7 +198,10 @@ def _peers(table: str, rounds: int, output: Path | None, from_csv: Path | None) 
     output = output or common.RESULTS / f"{table}_peers.csv"
     if from_csv is None:
         _device("cuda")
-        common.write_csv(output, bench.measure(table, rounds, console.info))
+        found: list[dict[str, str]] = []
+        for part in bench.measure(table, rounds, console.info):
+            found += part
+            common.write_csv(output, found)
         console.info(f"written: {output}")
     rows = common.read_csv(from_csv or output)
     _print_table(f"Paged {table} attention\n{bench.provenance(rows)}", bench.table_cells(table, rows))

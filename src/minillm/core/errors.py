@@ -91,6 +91,14 @@ class UnknownPolicyError(ConfigError):
         super().__init__(f"{kind}={name!r} is not known; known: {', '.join(known)}")
 
 
+class TraceError(MiniLLMError, ValueError):
+    """A trace file is not in its format, or cannot be read; `line` is 0 where the file as a whole is meant."""
+
+    def __init__(self, path: object, line: int, reason: str, *, unit: str = "line") -> None:
+        super().__init__(f"{path}{f', {unit} {line}' if line else ''}: {reason}")
+        self.line = line
+
+
 class ModelLoadError(MiniLLMError):
     """A model could not be loaded: unknown name, corrupt or truncated file, missing tensor."""
 

@@ -87,17 +87,20 @@ def load_model(
     Args:
         spec: ``smollm2-135m`` (built in), a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a
             Hugging Face hub id.
-        dtype: "float32" (exact, for parity), "bfloat16", "float16", or "auto" (what runs fastest on the device).
+        dtype: "float32" (exact, for parity), "bfloat16", "float16", or "auto" (what runs fastest on the device: on a
+            GPU bfloat16, or float16 for a checkpoint in that).
         device: torch device of the weights.
         progress: told in one line what takes long (a download).
 
     Raises:
         ModelLoadError: the model is unknown, unreachable, corrupt, truncated, or lacks a tensor.
         UnsupportedModelError: its architecture is refused.
-        ConfigError: `dtype` is unknown.
+        ConfigError: `dtype` is unknown, or there is no such device.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not known; known: auto, {', '.join(_DTYPES)}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: torch finds no CUDA device that works")
     resolved = resolve_model(spec, progress)
     load = _load_gguf if resolved.kind == "gguf" else _load_folder
     with single_threaded(), reading(resolved.path):

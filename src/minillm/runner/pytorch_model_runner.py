@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +34,6 @@ from minillm.attention.cuda import AttentionKernels, CudaAttention
 from minillm.attention.interface import AttentionContext, LayerAttention
 from minillm.core.errors import EngineDeadError
 from minillm.core.plan import (
-    DecodeBatch,
     PrefillChunk,
     RowAssignment,
     StepOutcome,
@@ -47,9 +45,10 @@ from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache
 from minillm.memory.swap_space import SwapCopy, SwapSpace
 from minillm.runner.batch_builder import BatchBuilder, StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder
-from minillm.runner.device import Mark, is_device_failure, step_device
+from minillm.runner.device import is_device_failure, step_device
 from minillm.runner.logprobs import LogprobTensors
 from minillm.runner.sampler import Sampler
+from minillm.runner.step_handle import StepHandle, StepUnit, step_units
 
 logger = logging.getLogger(__name__)
 
@@ -87,44 +86,6 @@ def kv_cache_spec(model: DecoderModel, block_size: int) -> KVCacheSpec:
         block_size=block_size,
         dtype=model.dtype,
     )
-
-
-@dataclass(slots=True)
-class StepHandle:
-    """A step under way: what has been computed, and which rows failed so far.
-
-    Host tensors are valid once the device has passed the last of `marks`.
-    """
-
-    plan: StepPlan
-    batch: StepBatch
-    hidden: Tensor | None = None
-    largest: Tensor | None = None
-    """[T] on the host: each token's largest absolute hidden value, where `collect` looks for what is not finite."""
-    prompt_logprobs: list[tuple[PrefillChunk, list[LogprobTensors]]] = field(default_factory=list)
-    tokens: Tensor | None = None
-    """int64 [R] on the host, once sampled; `unsampled` bool [R] marks rows for which no token could be."""
-    unsampled: Tensor | None = None
-    logprobs: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
-    """Pieces: (sampling rows, their scores)."""
-    marks: list[Mark] = field(default_factory=list)
-    """Before and after the forward pass, before and after sampling."""
-    failures: dict[int, str] = field(default_factory=dict)
-    failed_requests: dict[str, str] = field(default_factory=dict)
-    failed_swaps: list[str] = field(default_factory=list)
-    swap_outs: list[SwapCopy] = field(default_factory=list)
-    swap_ins: list[SwapCopy] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A decode row or a prefill chunk: its tokens of the flattened batch, and its sampling rows."""
-
-    request_id: str
-    tokens: slice
-    sampling: range
-    plan: StepPlan
-    """The unit alone."""
 
 
 class PyTorchModelRunner:
@@ -369,7 +330,7 @@ class PyTorchModelRunner:
 
     def _forward_units(self, handle: StepHandle, cause: Exception) -> Tensor | None:
         """The forward pass repeated unit by unit after a batched one raised `cause`."""
-        units = list(self._units(handle.plan))
+        units = list(step_units(handle.plan))
         logger.warning("the forward pass of step %d raised (%s); repeating it row by row", handle.plan.step, cause)
         parts: list[Tensor | None] = []
         for unit in units:
@@ -404,36 +365,17 @@ class PyTorchModelRunner:
     def _fail_tokens(self, handle: StepHandle, bad: Tensor) -> None:
         """Fail every row that has a token in `bad` (bool [T], on the host)."""
         if bad.any():
-            for unit in self._units(handle.plan):
+            for unit in step_units(handle.plan):
                 if bad[unit.tokens].any():
                     self._fail(handle, unit, NOT_FINITE)
 
-    def _fail(self, handle: StepHandle, unit: _Unit, error: str) -> None:
+    def _fail(self, handle: StepHandle, unit: StepUnit, error: str) -> None:
         """Record the unit's failure and clear what it wrote, so that whoever gets the block next reads no NaN."""
         if unit.sampling:
             handle.failures.update(dict.fromkeys(unit.sampling, error))
         else:
             handle.failed_requests[unit.request_id] = error
         self.cache.clear_slots(torch.from_numpy(handle.batch.slots[unit.tokens]))
-
-    def _units(self, plan: StepPlan) -> Iterator[_Unit]:
-        columns = plan.decodes
-        for i, request_id in enumerate(columns.request_ids):
-            alone = DecodeBatch(
-                [request_id],
-                [columns.rows[i]],
-                [columns.token_ids[i]],
-                [columns.positions[i]],
-                [columns.kv_slots[i]],
-                [columns.output_indices[i]],
-            )
-            yield _Unit(request_id, slice(i, i + 1), range(i, i + 1), StepPlan(plan.step, alone, []))
-        token = sampling = len(columns)
-        for chunk in plan.prefills:
-            end, last = token + chunk.end - chunk.start, sampling + len(chunk.sample_rows)
-            alone_plan = StepPlan(plan.step, DecodeBatch(), [chunk])
-            yield _Unit(chunk.request_id, slice(token, end), range(sampling, last), alone_plan)
-            token, sampling = end, last
 
     def _score_prompts(self, handle: StepHandle, hidden: Tensor) -> None:
         """Log-probabilities of the prompt positions that this step's chunks predict, for those that ask."""

@@ -1,0 +1,198 @@
+"""The history: one line per program run, and what has become of each figure since.
+
+`benchmarks/results/history.csv` has one row per headline figure of a run: when, commit, device, versions, seed, the
+program, its settings, the figure's name, value, unit and which way is better. Rows are only ever appended.
+
+**When a change is flagged.** A figure is compared with the earlier runs of the same program, settings, seed and figure
+on the same device and number of cores (at most the last ten). It is a regression if it is worse than their median by
+more than the noise seen: the greater of 5 % of the median and three standard deviations, estimated as 1.4826 times the
+median absolute deviation of those runs. One earlier run says nothing of the noise, so 20 % is allowed then. Likewise
+for improvements.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from minillm.bench import common
+from minillm.core.errors import ConfigError
+
+HISTORY = common.RESULTS / "history.csv"
+WINDOW = 10
+"""Earlier runs that count."""
+LEAST_NOISE = 0.05
+NOISE_OF_ONE = 0.20
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation -> standard deviation of a normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A headline figure of a program: `better` is "higher" or "lower"."""
+
+    name: str
+    value: float
+    unit: str
+    better: str
+
+    def __post_init__(self) -> None:
+        if self.better not in ("higher", "lower"):
+            raise ConfigError(f"better={self.better!r} must be higher or lower")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the history; `settings` says in one text what else the figure depends on."""
+
+    date: str
+    commit: str
+    device: str
+    cores: str
+    python: str
+    torch: str
+    transformers: str
+    program: str
+    settings: str
+    seed: str
+    figure: str
+    value: float
+    unit: str
+    better: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What must be equal for two figures to be comparable."""
+        return self.program, self.settings, self.device, self.cores, self.seed, self.figure
+
+
+_COLUMNS = [column.name for column in fields(Entry)]
+_WHERE = ("date", "commit", "device", "cores", "python", "torch", "transformers")
+
+
+def append(
+    program: str,
+    settings: str,
+    figures: Iterable[Figure],
+    where: Mapping[str, str],
+    *,
+    seed: int = 0,
+    path: Path = HISTORY,
+) -> list[Entry]:
+    """Add a run; `where` has the columns of :func:`common.environment`. Figures that are not finite are left out."""
+    known = {name: where.get(name, "none") for name in _WHERE}
+    entries = [
+        Entry(
+            **known,
+            program=program,
+            settings=settings,
+            seed=str(seed),
+            figure=figure.name,
+            value=figure.value,
+            unit=figure.unit,
+            better=figure.better,
+        )
+        for figure in figures
+        if math.isfinite(figure.value)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0, 2)
+        writer = csv.DictWriter(file, fieldnames=_COLUMNS)
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows(asdict(entry) for entry in entries)
+    return entries
+
+
+def read(path: Path = HISTORY) -> list[Entry]:
+    """All rows, oldest first; an absent file has none. Raises :class:`ConfigError` for a file of another kind."""
+    if not path.is_file():
+        return []
+    entries = []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != _COLUMNS:
+            raise ConfigError(f"{path} is not a history: its columns must be {','.join(_COLUMNS)}")
+        for number, row in enumerate(reader, start=2):
+            try:
+                entries.append(Entry(**{**row, "value": float(row["value"])}))  # type: ignore[arg-type]
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
+    return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The last value of a figure against the runs before it."""
+
+    last: Entry
+    earlier: tuple[float, ...]
+    """At most the last ten values before it, oldest first."""
+
+    @property
+    def median(self) -> float:
+        """Of the earlier values; NaN if there are none."""
+        return statistics.median(self.earlier) if self.earlier else math.nan
+
+    @property
+    def noise(self) -> float:
+        """Greatest difference from the median that says nothing (see the module's text)."""
+        median = abs(self.median)
+        if len(self.earlier) < 2:
+            return NOISE_OF_ONE * median
+        deviation = statistics.median(abs(value - self.median) for value in self.earlier)
+        return max(LEAST_NOISE * median, 3 * MAD_TO_SIGMA * deviation)
+
+    @property
+    def verdict(self) -> str:
+        """first, same, better or REGRESSION."""
+        if not self.earlier:
+            return "first"
+        gain = self.last.value - self.median
+        if self.last.better == "lower":
+            gain = -gain
+        if abs(gain) <= self.noise:
+            return "same"
+        return "better" if gain > 0 else "REGRESSION"
+
+
+def changes(entries: Sequence[Entry]) -> list[Change]:
+    """The last value of every figure with the earlier ones, grouped by program in order of first appearance."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.key, []).append(entry)
+    made = [Change(group[-1], tuple(e.value for e in group[-WINDOW - 1 : -1])) for group in groups.values()]
+    order = list(dict.fromkeys(entry.program for entry in entries))
+    return sorted(made, key=lambda change: order.index(change.last.program))
+
+
+def table_cells(found: Sequence[Change]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table of changes."""
+    columns = ["figure", "last", "unit", "earlier runs", "their median", "change", "noise", "verdict"]
+    rows = []
+    for change in found:
+        entry, median = change.last, change.median
+        relative = (entry.value / median - 1) * 100 if median else math.nan
+        compared = bool(change.earlier)
+        rows.append(
+            [
+                f"{entry.program} ({entry.settings}): {entry.figure}"
+                if entry.settings
+                else f"{entry.program}: {entry.figure}",
+                f"{entry.value:.4g}",
+                entry.unit,
+                str(len(change.earlier)),
+                f"{median:.4g}" if compared else "",
+                f"{relative:+.1f} %" if compared else "",
+                f"{change.noise / abs(median) * 100:.1f} %" if compared and median else "",
+                change.verdict,
+            ]
+        )
+    return columns, rows
