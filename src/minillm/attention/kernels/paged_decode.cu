@@ -178,7 +178,8 @@ struct Args {
     const T* v_cache;
     const int* tables;  // [num_seqs, ...], rows at table_stride
     const int4* plan;
-    float4* partials;   // [slot][head item]: O as in Partial [kDim / 16][lane], m and l of heads 2i and 2i + 1 [4]
+    float4* partials;   // [slot][head item]: O as in Partial [kDim / 16][lane], m and l of heads 2i and 2i + 1 [4];
+                        // behind the last one (max_items) a result of no tokens
     float4* spill;      // [thread block], spill_stride each: columns of its Stack
     int* arrivals;      // [level][slot][head item]; zero between launches
     int* counters;      // items handed out, thread blocks that are done; zero between launches
@@ -515,10 +516,12 @@ __device__ __forceinline__ void write_partial(const Args<T>& a, int slot, int he
 
 // node = the merger of up to 2 * kAtOnce partial results, those with begin <= i < end of the block of the tree that
 // starts at i = base. The one of `begin` lies at `first_place`, the others would follow one that lies at `place` if i =
-// base were there, `stride` float4 after each other.
+// base were there, `stride` float4 after each other. For those that are not there, `nothing` is read: so all loads start
+// at once, without a condition on what they bring.
 template <int kDim>
-__device__ __forceinline__ void merge_slots(const float4* first_place, const float4* place, i64 stride, int base,
-                                            int begin, int end, Partial<Shape<kDim>::kOwn>& node) {
+__device__ __forceinline__ void merge_slots(const float4* first_place, const float4* place, i64 stride,
+                                            const float4* nothing, int base, int begin, int end,
+                                            Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
     // Lanes of heads that the group does not have read what nobody wrote; it stays in their own columns.
     Partial<S::kOwn> before;
@@ -527,19 +530,17 @@ __device__ __forceinline__ void merge_slots(const float4* first_place, const flo
         Partial<S::kOwn> part[S::kAtOnce];
 #pragma unroll
         for (int j = 0; j < S::kAtOnce; ++j) {
-            const bool there = first + j >= begin && first + j < end;
-            const float4* const from = there && first + j != begin ? place : first_place;
+            const int i = first + j;
+            const float4* const from = i == begin ? first_place : i > begin && i < end ? place : nothing;
             place += stride;
             const float4 ml = __ldcg(from + S::kSteps * kWarp + threadIdx.x % 4);
-            // What is not there weighs nothing; its other values are those of a neighbour.
-            part[j].m[0] = there ? ml.x : -INFINITY, part[j].l[0] = there ? ml.y : 0.0f;
-            part[j].m[1] = there ? ml.z : -INFINITY, part[j].l[1] = there ? ml.w : 0.0f;
+            part[j].m[0] = ml.x, part[j].l[0] = ml.y, part[j].m[1] = ml.z, part[j].l[1] = ml.w;
 #pragma unroll
-            for (int i = 0; i < S::kOwn; ++i) {
+            for (int n = 0; n < S::kOwn; ++n) {
                 float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + i * kWarps < S::kSteps)
-                    o = __ldcg(from + i * kThreads + threadIdx.x);
-                part[j].o[i][0] = o.x, part[j].o[i][1] = o.y, part[j].o[i][2] = o.z, part[j].o[i][3] = o.w;
+                if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + n * kWarps < S::kSteps)
+                    o = __ldcg(from + n * kThreads + threadIdx.x);
+                part[j].o[n][0] = o.x, part[j].o[n][1] = o.y, part[j].o[n][2] = o.z, part[j].o[n][3] = o.w;
             }
         }
 #pragma unroll
@@ -580,8 +581,8 @@ __device__ __forceinline__ bool hand_over(const Args<T>& a, const Item& item, Sp
         if (!is_last) return false;
         const i64 stride = i64(a.head_items.divisor) * Shape<kDim>::kPartial << below;
         merge_slots<kDim>(workspace<T, kDim>(a, slot_of(begin), item.head),
-                          workspace<T, kDim>(a, item.slot + (base << below) - first_item, item.head), stride, base, begin,
-                          end, node);
+                          workspace<T, kDim>(a, item.slot + (base << below) - first_item, item.head), stride,
+                          a.partials + i64(a.max_items) * Shape<kDim>::kPartial, base, begin, end, node);
         index >>= fan, below += fan;
         span = {span.begin >> fan, ((span.end - 1) >> fan) + 1};
     }
