@@ -17,7 +17,8 @@ machine that changes its speed does so for all. Where results can be wrong, they
 Times on a GPU are taken by events and by the synchronised wall clock, times on a CPU by the wall clock. Every figure
 comes from a CSV file beside this page, and `minillm bench NAME --from-csv FILE` shows it again.
 """
-_ENVIRONMENT = ("device", "cores", "python", "torch", "transformers")
+_MACHINE = ("device", "cores", "python")
+_RAN = ("torch", "transformers", "commit", "programs")
 
 
 def saved(folder: Path) -> list[tuple[Program, Path, Rows]]:
@@ -49,20 +50,19 @@ def write(folder: Path, output: Path) -> list[str]:
 
 
 def _environments(programs: Sequence[tuple[Program, Path, Rows]]) -> str:
-    """Where the figures are from: one line per machine and set of versions."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    commits: dict[tuple[str, ...], dict[str, None]] = {}
+    """Where the figures are from: one line per machine and Python, with the versions and commits that ran there."""
+    found: dict[tuple[str, ...], dict[str, dict[str, None]]] = {}
     for program, _, rows in programs:
         for row in rows:
-            key = tuple(row.get(name) or "-" for name in _ENVIRONMENT)
-            names = found.setdefault(key, [])
-            if program.name not in names:
-                names.append(program.name)
-            commits.setdefault(key, {})[row["commit"]] = None
+            line = found.setdefault(tuple(row[name] for name in _MACHINE), {name: {} for name in _RAN})
+            for name in _RAN:
+                value = program.name if name == "programs" else row.get(name)
+                if value:
+                    line[name][value] = None
     if not found:
         return "No results were found."
-    lines = [[*key, ", ".join(commits[key]), ", ".join(names)] for key, names in found.items()]
-    return "## Tested environments\n\n" + common.markdown_table([*_ENVIRONMENT, "commits", "programs"], _escaped(lines))
+    lines = [[*key, *(", ".join(line[name]) or "-" for name in _RAN)] for key, line in found.items()]
+    return "## Tested environments\n\n" + common.markdown_table([*_MACHINE, *_RAN], _escaped(lines))
 
 
 def _headlines(programs: Sequence[tuple[Program, Path, Rows]]) -> str:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from minillm.bench.models import open_model, word_tokenizer
 from minillm.bench.recording import Recorder, RequestRecord, RunResult
@@ -35,10 +35,8 @@ LONGEST_NAP = 0.05
 """Seconds; an open loop sleeps in naps, so that a clock that is set never makes it miss an arrival by much."""
 
 
-class Progress(Protocol):
-    """Told (requests ended, requests in all) whenever one ends."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+Progress = Callable[[int, int], None]
+"""Told (requests ended, requests in all) whenever one ends."""
 
 
 @dataclass(slots=True)

@@ -226,7 +226,7 @@ QUICK: dict[str, list[str]] = {
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
     "materialize": ["--layers", "4", "--length", "128", "--length", "1024", "--iterations", "5"],
     "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
-    "swap": ["--blocks", "16", "--repeats", "3"],
+    "swap": ["--blocks", "4", "--blocks", "16", "--repeats", "3"],
 }
 """What each program is run with by `bench all --quick`. Those that are not here are not part of it."""
 NOT_QUICK = {"cpu": "it compares with transformers on the built-in model, minutes and a download"}
