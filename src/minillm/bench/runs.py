@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
-from minillm.bench.models import RANDOM_MODELS, random_model, word_tokenizer
+from minillm.bench.models import open_model, word_tokenizer
 from minillm.bench.recording import Recorder, RequestRecord, RunResult
 from minillm.bench.virtual import CostRunner, NoOutputs, StepCosts, VirtualClock
 from minillm.bench.workloads import Workload, WorkloadRequest, fixed
@@ -35,10 +35,8 @@ LONGEST_NAP = 0.05
 """Seconds; an open loop sleeps in naps, so that a clock that is set never makes it miss an arrival by much."""
 
 
-class Progress(Protocol):
-    """Told (requests ended, requests in all) whenever one ends."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+Progress = Callable[[int, int], None]
+"""Told (requests ended, requests in all) whenever one ends."""
 
 
 @dataclass(slots=True)
@@ -65,6 +63,17 @@ class Target:
         self.engine.close()
 
     @property
+    def device_name(self) -> str:
+        """Name of the GPU or CPU; in virtual time that of the cost model."""
+        if self.virtual:
+            return self.name
+        import torch
+
+        from minillm.bench.timing import device_name
+
+        return device_name(torch.device(self.device))
+
+    @property
     def config(self) -> SchedulerConfig:
         """The scheduler's configuration."""
         return self.engine.scheduler.config
@@ -83,9 +92,8 @@ def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None
     if isinstance(model, str):
         config = EngineConfig(model, **options)
         loaded = None
-        if model in RANDOM_MODELS:
-            device = resolve_device(config.device)
-            loaded = random_model(model.partition(":")[2], dtype=config.dtype, device=device)
+        if model.startswith("random:"):
+            loaded = open_model(model, config.dtype, resolve_device(config.device))
     else:
         loaded, config = model, EngineConfig(model.name, **options)
     if loaded is not None and loaded.kind == "random" and tokenizer is None:
@@ -209,6 +217,7 @@ class _Drive:
         """Closed loop: requests that may come as soon as there is a place."""
         self.followers: dict[int, list[int]] = {}
         self.made: dict[int, Request] = {}
+        self.outputs: list[list[int]] = [[] for _ in workload.requests]
         self.live = 0
         self.done = 0
         self.start = 0.0
@@ -230,7 +239,9 @@ class _Drive:
         seconds = self.engine.clock() - self.start
         after = self.scheduler.counters
         counters = Counters(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(Counters)})
-        return RunResult(self.records, recorder.steps, counters, seconds, target.num_layers, target.bytes_per_block)
+        return RunResult(
+            self.records, recorder.steps, counters, seconds, target.num_layers, target.bytes_per_block, self.outputs
+        )
 
     def _set_up(self) -> None:
         if self.workload.longest > self.scheduler.max_model_len:
@@ -271,12 +282,13 @@ class _Drive:
         return request
 
     def _submit_due(self) -> None:
-        now = self.engine.clock() - self.start
-        while self.due and self.due[0][0] <= now:
+        now = self.engine.clock()
+        # The same sum as the one that is waited for: rounded otherwise, its moment might never come.
+        while self.due and self.start + self.due[0][0] <= now:
             due, index = heapq.heappop(self.due)
             self._submit(index, due)
         while self.queue and self.live < (self.concurrency or 0):
-            self._submit(self.queue.popleft(), now)
+            self._submit(self.queue.popleft(), now - self.start)
 
     def _submit(self, index: int, due: float) -> None:
         request = self.made.pop(index, None) or self._make(index, self.workload.requests[index], [])
@@ -292,9 +304,10 @@ class _Drive:
             self.live -= 1
             self.done += 1
             index = int(request.request_id[1:])
+            self.outputs[index] = request.generated_ids
             for follower in self.followers.pop(index, ()):
                 entry = self.workload.requests[follower]
-                self.made[follower] = self._make(follower, entry, request.input_ids + request.generated_ids)
+                self.made[follower] = self._make(follower, entry, request.input_ids + self.outputs[index])
                 if self.concurrency is None:
                     heapq.heappush(self.due, (max(entry.arrival, self.records[index].finish + entry.think), follower))
                 else:
