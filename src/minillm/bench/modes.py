@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from minillm.bench import common
+from minillm.bench import common, drawing
 from minillm.bench.history import Figure
 from minillm.bench.models import open_model
-from minillm.bench.program import Cells, Rows, provenance
+from minillm.bench.program import Cells, Program, Rows, provenance
 from minillm.bench.raw_loop import drive_raw, list_schedule
 from minillm.bench.recording import RunResult
 from minillm.bench.runs import Target, drive, open_target, virtual_target, warm_up
@@ -345,3 +345,58 @@ def settings(rows: Rows) -> str:
     """What the figures depend on."""
     row = rows[0]
     return f"{row['model']} {row['dtype']}, {row['requests']} requests, prompt {row['prompt']}, batch {row['batch']}"
+
+
+def _draw_rates(rows: Rows, path: Any, modes: Sequence[str], log: bool) -> None:
+    plt = drawing.pyplot()
+    found = [(key, them) for key, them in groups(rows).items() if "static" in them]
+    figure, axes = plt.subplots(len(found), 2, figsize=(12, 3.8 * len(found)), squeeze=False)
+    for (rate_axes, batch_axes), ((model, lengths), them) in zip(axes, found, strict=True):
+        shown = [mode for mode in modes if mode in them]
+        rates = [common.Summary.of([float(row["output_tok_per_s"]) for row in them[mode]]) for mode in shown]
+        colours = [drawing.PALETTE[MODES.index(mode)] for mode in shown]
+        spread = [[r.median - r.least for r in rates], [r.greatest - r.median for r in rates]]
+        rate_axes.bar(shown, [r.median for r in rates], color=colours, yerr=spread, capsize=4)
+        for place, rate in enumerate(rates):
+            rate_axes.text(place, rate.greatest * 1.02, f"{rate.median:,.0f}", ha="center", fontsize=8)
+        if log:
+            rate_axes.set_yscale("log")
+            rate_axes.set_ylim(min(r.least for r in rates) / 2, max(r.greatest for r in rates) * 1.5)
+        drawing.grid(rate_axes, f"{model}, {lengths} outputs", "output tokens/s", legend=False)
+        for mode, colour in zip(shown, colours, strict=True):
+            row = them[mode][0]
+            curve = [int(active) for active in row["active"].split(";")]
+            seconds = float(row["seconds"])
+            times = [(point + 0.5) / len(curve) * seconds for point in range(len(curve))]
+            batch_axes.step(times, curve, where="mid", color=colour, label=mode)
+        batch_axes.set_xlabel("seconds")
+        drawing.grid(batch_axes, "active batch over time, first round", "requests in the step")
+    figure.tight_layout()
+    drawing.save(figure, path)
+
+
+def draw_all(rows: Rows, path: Any) -> None:
+    """Throughput of all modes on a logarithmic scale, and their batches over time."""
+    _draw_rates(rows, path, MODES, log=True)
+
+
+def draw_continuous(rows: Rows, path: Any) -> None:
+    """Continuous batching alone: with room, and under pressure by each way of preempting."""
+    _draw_rates(rows, path, ("continuous", *PRESSURED), log=False)
+
+
+PROGRAM = Program(
+    name="modes",
+    title="Serving modes",
+    about=(
+        "One workload through static batching, continuous batching, continuous batching under memory pressure "
+        "(recompute, swap, auto), and the raw kernel loop: the model stepped at full batch, all plans made beforehand. "
+        "Modes take turns in rounds. The bound is the ratio of step counts that follows from the lengths alone. The "
+        "same pressure in virtual time, over host links of three speeds, shows whether auto takes the cheaper way."
+    ),
+    tables=tables,
+    plots={"compare_serving_modes_log.png": draw_all, "compare_continuous_only.png": draw_continuous},
+    figures=figures,
+    settings=settings,
+    verdicts=verdicts,
+)
