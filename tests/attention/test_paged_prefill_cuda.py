@@ -89,7 +89,7 @@ def test_keys_are_cut_only_where_it_fills_the_gpu() -> None:
 
 
 def test_hopper_tiles_hold_whole_queries() -> None:
-    assert [rows_per_tile(sm90_kernel(64, warpgroups=3), group) for group in (1, 3, 7, 64)] == [192, 192, 189, 192]
+    assert [rows_per_tile(sm90_kernel(64), group) for group in (1, 3, 7, 64)] == [192, 192, 189, 192]
     assert [rows_per_tile(sm90_kernel(128), group) for group in (1, 3, 7, 64)] == [128, 126, 126, 128]
     assert rows_per_tile(portable_kernel(64), 7) == 64
 

@@ -77,24 +77,20 @@ def portable_kernel(head_dim: int) -> PrefillKernel:
 
 
 def sm90_kernel(
-    head_dim: int,
-    *,
-    key_tile: int | None = None,
-    warpgroups: int | None = None,
-    stages: int | None = None,
-    ping_pong: bool = True,
-    cubic_every: int = 0,
-    q_stages: int | None = None,
+    head_dim: int, *, warpgroups: int | None = None, stages: int | None = None, q_stages: int | None = None
 ) -> PrefillKernel:
-    """The Hopper kernel for a tuned head dim; the keywords override its tuning."""
-    warpgroups = warpgroups or 2
-    key_tile = key_tile or (64 if head_dim == 256 else 128)
-    stages = stages or 2
-    row_bytes = -(-head_dim // _SWIZZLE_COLUMNS) * 128
+    """The Hopper kernel for a tuned head dim; the keywords override its tuning (docs/kernels.md).
+
+    `warpgroups` of 64 rows each, `stages` of K and V tiles and `q_stages` of Q in shared memory.
+    """
+    warpgroups = warpgroups or (3 if head_dim == 64 else 2)
+    key_tile = 64 if head_dim == 256 else 128
+    stages = stages or (3 if head_dim == 64 else 2)
     q_stages = q_stages or (1 if head_dim == 256 else 2)
+    row_bytes = -(-head_dim // _SWIZZLE_COLUMNS) * 128
     shared = row_bytes * (q_stages * 64 * warpgroups + 2 * stages * key_tile)
-    shared += 64 * q_stages + 8 * (4 * stages + 3 * q_stages) + 1024
-    template = f", {stages}, {str(ping_pong).lower()}, {cubic_every}, {q_stages}"
+    shared += 64 * q_stages + 8 * (4 * stages + 3 * q_stages) + 1024  # work items, mbarriers, alignment
+    template = f", {stages}, {q_stages}"
     return PrefillKernel(
         "paged_prefill_sm90.cu", 64 * warpgroups, key_tile, 128 * (warpgroups + 1), shared, 132, template
     )
