@@ -86,8 +86,8 @@ class SwapSpace:
         if cache.device.type == "cuda":
             self._stream = torch.cuda.Stream(cache.device)
             self._upload = PinnedUpload(cache.device, StagingRing(slab_bytes=64 << 10))
-            staging = int(torch.cuda.get_device_properties(cache.device).total_memory * STAGING_FRACTION)
-            self._staging_blocks = max(1, staging // spec.bytes_per_block)
+            total = torch.cuda.get_device_properties(cache.device).total_memory
+            self._staging_blocks = self.staging_blocks(spec, total)
 
     @staticmethod
     def slots_within(spec: KVCacheSpec, gib: float) -> int:
@@ -95,6 +95,11 @@ class SwapSpace:
         if not gib >= 0:
             raise ConfigError(f"swap_space={gib} GiB must not be negative")
         return int(gib * GIB) // spec.bytes_per_block
+
+    @staticmethod
+    def staging_blocks(spec: KVCacheSpec, total_memory: int) -> int:
+        """Blocks that one round of copies stages on a device with `total_memory` bytes."""
+        return max(1, int(total_memory * STAGING_FRACTION) // spec.bytes_per_block)
 
     def swap_out(self, blocks: Sequence[int], slots: Sequence[int]) -> SwapCopy:
         """Copy device `blocks` to host `slots`, position by position, all layers in one call.
