@@ -65,6 +65,9 @@ class Program:
 
 
 PROGRAMS = {
+    "static": "static_batching:PROGRAM",
+    "offline": "offline:PROGRAM",
+    "latency": "latency:PROGRAM",
     "cpu": "saved_programs:CPU",
     "scheduler": "saved_programs:SCHEDULER",
     "materialize": "saved_programs:MATERIALIZE",
