@@ -166,8 +166,8 @@ def _derived(kv_bytes: int, times: Mapping[str, PathTime]) -> dict[str, str]:
         "speedup_over_contiguous": over_direct("contiguous"),
         "token_loop_copy_share": share("token_loop"),
         "gather_copy_share": share("gather"),
-        "direct_gbps": f"{kv_bytes / times['direct'].median_ms / 1e6:.2f}",
-        "contiguous_gbps": f"{kv_bytes / times['contiguous'].median_ms / 1e6:.2f}",
+        "direct_gbps": f"{kv_bytes / times['direct'].median_ms / 1e6:.5g}",
+        "contiguous_gbps": f"{kv_bytes / times['contiguous'].median_ms / 1e6:.5g}",
     }
 
 
