@@ -10,6 +10,7 @@ wrong result ends the run. What is done once per step (``plan``) is not in the t
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,9 +169,15 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
         except Exception as error:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+            made.append((contender, None, math.nan, _reason(error)))
     times = time_graphs(graphs, rounds)
     return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, error, plan, status in made]
+
+
+def _reason(error: Exception) -> str:
+    """The error's first line without the places in generated sources that peers name."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.sub(r"( in function '.*?')? at /\\S+", "", text)[:200]
 
 
 def _key(contender: Contender) -> str:
