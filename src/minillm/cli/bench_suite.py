@@ -228,13 +228,13 @@ QUICK: dict[str, list[str]] = {
     "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
     "swap": ["--blocks", "4", "--blocks", "16", "--repeats", "3"],
 }
-"""What each program is run with by `bench all --quick`. Those that are not here are not part of it."""
-NOT_QUICK = {"cpu": "it compares with transformers on the built-in model, minutes and a download"}
-GPU_ONLY = {
-    "decode-peers": ["paged-attention", "--peers", "decode"],
-    "prefill-peers": ["paged-attention", "--peers", "prefill"],
-}
+"""What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
+GPU_ONLY = {f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")}
 """Programs that have nothing to measure without a GPU, with their command."""
+NOT_QUICK = {
+    "cpu": "it compares with transformers on the built-in model, minutes and a download",
+    **dict.fromkeys(GPU_ONLY, "minutes of a GPU, and a peer to install"),
+}
 
 
 @bench_app.command("all")
@@ -260,8 +260,8 @@ def run_all(
         if name in GPU_ONLY and not has_gpu:
             console.info(f"{name}: skipped: it needs a GPU")
             continue
-        if quick and name not in QUICK:
-            console.info(f"{name}: skipped by --quick: {NOT_QUICK.get(name, 'it has no small form')}")
+        if quick and name in NOT_QUICK:
+            console.info(f"{name}: skipped by --quick: {NOT_QUICK[name]}")
             continue
         if not _run_program(name, results, quick):
             failed.append(name)
@@ -277,7 +277,7 @@ def _run_program(name: str, results: Path, quick: bool) -> bool:
     from minillm.bench.program import get_program
     from minillm.cli.app import app
 
-    arguments = [*GPU_ONLY.get(name, [name]), *(QUICK[name] if quick else [])]
+    arguments = [*GPU_ONLY.get(name, [name]), *(QUICK.get(name, ["--quick"]) if quick else [])]
     start = time.perf_counter()
     console.info(f"-- {name}")
     try:
