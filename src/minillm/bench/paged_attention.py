@@ -155,10 +155,10 @@ def _derived(kv_bytes: int, times: Mapping[str, PathTime]) -> dict[str, str]:
     """Ratios of medians: speed-ups of the direct path, the copies' share of materialise-then-attend, GB/s of K/V."""
 
     def over_direct(name: str) -> str:
-        return f"{times[name].median_ms / times['direct'].median_ms:.3f}" if name in times else ""
+        return f"{times[name].median_ms / times['direct'].median_ms:.5g}" if name in times else ""
 
     def share(name: str) -> str:
-        return f"{times[name + '_copy'].median_ms / times[name].median_ms:.3f}" if name in times else ""
+        return f"{times[name + '_copy'].median_ms / times[name].median_ms:.5g}" if name in times else ""
 
     return {
         "speedup_over_token_loop": over_direct("token_loop"),
