@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from minillm.bench import common, kernel_sweep, materialize, paged_attention, peers, plots, swap  # noqa: E402
+from minillm.bench import common, drawing, kernel_sweep, materialize, paged_attention, peers, plots, swap  # noqa: E402
 from minillm.bench.common import Verdict, markdown_table  # noqa: E402
 
 Rows = Sequence[Mapping[str, str]]
@@ -132,7 +132,7 @@ def main() -> int:
     PAGE.write_text(new)
     for name, draw in PLOTS.items():
         path = RESULTS / f"{name}.csv"
-        if path.exists() and plots.has_matplotlib():
+        if path.exists() and drawing.has_matplotlib():
             draw(common.read_csv(path), path.with_suffix(".png"))
     return 0
 

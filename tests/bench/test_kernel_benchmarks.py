@@ -207,6 +207,7 @@ def test_geometric_mean() -> None:
 
 def test_paged_attention_verdicts_follow_the_rows() -> None:
     row = {"direct_path": "direct", "context_len": "4096", "speedup_over_token_loop": "170"}
-    found = paged_attention.verdicts([{**row, "speedup_over_contiguous": "0.99"}])
-    assert [verdict.met for verdict in found] == [True, False]
+    replay = {"direct_replay_us": "8.0", "contiguous_replay_us": "8.1"}
+    found = paged_attention.verdicts([{**row, **replay, "speedup_over_contiguous": "0.99"}])
+    assert [verdict.met for verdict in found] == [True, True, False]
     assert paged_attention.verdicts([{**row, "direct_path": "cpu", "speedup_over_contiguous": "0.5"}]) == []

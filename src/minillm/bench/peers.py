@@ -22,14 +22,11 @@ from minillm.bench.attention_batch import AttentionBatch, AttentionShape, Error,
 from minillm.bench.attention_paths import AttentionPath, direct_path
 from minillm.bench.common import Verdict, geometric_mean
 from minillm.bench.peer_paths import Contender, decode_contenders, prefill_contenders
-from minillm.bench.timing import Ceilings, ReplayTime, StepGraph, l2_bytes, measure_ceilings, time_graphs
+from minillm.bench.timing import Ceilings, ReplayTime, StepGraph, measure_ceilings, step_layers, time_graphs
 
 Progress = Callable[[str], None]
 
 OURS = "minillm"
-CACHE_FACTOR = 3
-"""Inputs of a step's layers exceed the L2 cache this many times."""
-MIN_LAYERS = 3
 PLAN_REPEATS = 20
 
 
@@ -147,7 +144,7 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
     queries, contexts = [shape.query_len] * shape.batch, [shape.context_len] * shape.batch
     token_bytes = attention.num_heads * attention.head_dim * attention.dtype.itemsize
     layer_bytes = attention.kv_bytes(contexts) + sum(queries) * token_bytes
-    layers = max(MIN_LAYERS, math.ceil(CACHE_FACTOR * l2_bytes(device) / layer_bytes))
+    layers = step_layers(layer_bytes, device)
     batch = AttentionBatch(attention, queries, contexts, device=device, layers=layers)
     peers = decode_contenders(batch) if shape.query_len == 1 else prefill_contenders(batch)
     contenders = [*([Contender(OURS, "direct", lambda: direct_path(batch))] if ours else []), *peers]
