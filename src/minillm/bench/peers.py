@@ -177,7 +177,7 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
 def _reason(error: Exception) -> str:
     """The error's first line without the places in generated sources that peers name."""
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return re.sub(r"( in function '.*?')? at /\\S+", "", text)[:200]
+    return re.sub(r"( in function '.*?')? at /\S+", "", text)[:200]
 
 
 def _key(contender: Contender) -> str:
