@@ -30,7 +30,7 @@ LENGTHS = (*ORIGINAL_LENGTHS, 8192, 16384, 32768)
 ORIGINAL_SHAPE = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16)
 TOKEN_LOOP_LIMIT = 4096
 """Tokens up to which the token loop is timed: it takes about 10 us per token and tensor."""
-TOKEN_LOOP_SECONDS = 0.5
+TOKEN_LOOP_SECONDS = 0.25
 """At most, for each of its two figures by events and by the clock."""
 
 REPLAY_ROUNDS = 10
@@ -128,7 +128,7 @@ def _time(timer: PathTimer, path: AttentionPath, iterations: int) -> PathTime:
 
 def _replay_columns(options: Options, length: int) -> dict[str, str]:
     """Microseconds per layer by graph replay of a step whose layers exceed the cache together; blank on a CPU."""
-    names = ("direct", "contiguous", "gather", "simple")
+    names = ("direct", "contiguous", "gather")
     if options.device.type != "cuda":
         return dict.fromkeys([f"{name}_replay_us" for name in names] + ["layers_replayed"], "")
     layers = step_layers(options.shape.kv_bytes([length]), options.device)
@@ -137,7 +137,6 @@ def _replay_columns(options: Options, length: int) -> dict[str, str]:
         "direct": direct_path(batch),
         "contiguous": Contiguous(batch),
         "gather": Gather(batch),
-        "simple": Simple(batch),
     }
     for path in paths.values():
         _gate(path, batch)
