@@ -47,6 +47,9 @@ def _peers(rows: Rows, table: str) -> str:
         f"`minillm bench paged-attention --peers {table}`; {peers.provenance(rows)}.",
         markdown_table(*peers.table_cells(table, rows)),
         _verdict_lines(peers.verdicts(table, rows)),
+        "Best variant's time over ours, geometric mean over the shapes that it takes: "
+        + ", ".join(f"{family} {mean:.2f}" for family, mean in peers.family_means(rows).items())
+        + ".",
         f"![{table} against peers](../benchmarks/results/{table}_peers.png)",
     ]
     if failed:

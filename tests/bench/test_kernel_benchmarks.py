@@ -168,6 +168,10 @@ def test_comparisons_take_each_familys_best_variant() -> None:
         assert item.ratio == pytest.approx(2.0, rel=1e-3) and math.isnan(item.us("torch"))
 
 
+def test_family_means_are_over_the_shapes_that_both_have() -> None:
+    assert peers.family_means(decode_rows(0.5)) == {"flashinfer": pytest.approx(2.0, rel=1e-3)}
+
+
 def test_verdicts_follow_the_rows() -> None:
     fast = peers.verdicts("decode", decode_rows(0.8))
     assert [verdict.met for verdict in fast] == [True] * 5

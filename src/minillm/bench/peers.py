@@ -266,6 +266,16 @@ def comparisons(rows: Sequence[Mapping[str, str]]) -> Iterator[Comparison]:
     return (Comparison(shape, best) for shape, best in by_shape.items())
 
 
+def family_means(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
+    """Geometric mean of each peer family's best time over ours, at the shapes that both have."""
+    items = [item for item in comparisons(rows) if OURS in item.best]
+    families = sorted({family for item in items for family in item.best if family != OURS})
+    return {
+        family: geometric_mean([item.us(family) / item.us(OURS) for item in items if family in item.best])
+        for family in families
+    }
+
+
 def verdicts(table: str, rows: Sequence[Mapping[str, str]]) -> list[Verdict]:
     """What the project asks of a table, judged on its rows."""
     shapes = [item for item in comparisons(rows) if OURS in item.best and len(item.best) > 1]
