@@ -175,6 +175,16 @@ def test_one_program_of_all_runs_in_its_folder_and_its_error_is_one_line(
     assert "minillm: error: static: device='tpu'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", sorted(set(bench_suite.QUICK) - {"scheduler", "static"}))
+def test_the_quick_form_of_a_program_runs(tmp_path: Path, name: str) -> None:
+    assert bench_suite._run_program(name, tmp_path, quick=True)
+    program = get_program(name)
+    rows = common.read_csv(tmp_path / program.csv)
+    assert len(history.read(tmp_path / "history.csv")) == len(program.figures(rows)) > 0
+    for picture in program.plots:
+        check_png(tmp_path / picture if picture else (tmp_path / program.csv).with_suffix(".png"))
+
+
 def test_a_csv_of_another_program_is_refused(cli, results: Path) -> None:
     done = cli("bench", "static", "--from-csv", str(results / "scheduler.csv"))
     assert done.code == 2 and "not a result of `bench static`" in done.errors[0]
