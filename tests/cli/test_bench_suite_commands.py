@@ -72,15 +72,17 @@ def test_offline_runs_the_workload_and_keeps_the_curve(cli, tmp_path: Path) -> N
 
 def test_latency_puts_every_figure_beside_its_floor(cli, tmp_path: Path) -> None:
     path = tmp_path / "latency.csv"
-    sizes = ["--batch", "1", "--batch", "2", "--prompt", "16", "--context", "12", "--output-tokens", "6"]
+    # 40 prompts of 60 tokens take five steps of 512: the first ones decode long before the last ones do.
+    sizes = ["--batch", "1", "--batch", "40", "--prompt", "16", "--context", "60", "--output-tokens", "4"]
     done = cli("bench", "latency", *TINY, *sizes, "--repeats", "2", "--output", str(path))
     assert done.code == 0, done.err
     rows = common.read_csv(path)
     assert [(row["kind"], row["batch"], row["tokens"]) for row in rows] == [
         ("ttft", "1", "16"),
-        ("decode", "1", "15"),
-        ("decode", "2", "15"),
+        ("decode", "1", "63"),
+        ("decode", "40", "68"),
     ]
+    assert int(rows[2]["samples"]) >= 3
     for row in rows:
         assert 0 < float(row["floor_ms"]) < float(row["median_ms"])
         ratio = float(row["median_ms"]) / float(row["floor_ms"])

@@ -143,7 +143,7 @@ def latency(
     context: Annotated[
         int | None, typer.Option(min=1, help="Prompt tokens of the batches [CPU: 128; GPU: 512].", show_default=False)
     ] = None,
-    output_tokens: Annotated[int, typer.Option(min=3, help="Output tokens of the batches.")] = 33,
+    output_tokens: Annotated[int, typer.Option(min=3, help="Steps that decode a whole batch.")] = 33,
     repeats: Repeats = 5,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "latency.csv",
