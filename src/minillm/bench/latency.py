@@ -155,7 +155,7 @@ def draw(rows: Rows, path: Path) -> None:
         floor = [float(row["floor_ms"]) for row in chosen]
         axes.plot(x, floor, ls="--", color=drawing.PALETTE[3], label="floor: bytes and operations alone")
         drawing.ticks(axes, x, label)
-        axes.set_yscale("log")
+        drawing.log_y(axes)
         drawing.grid(axes, title, "milliseconds")
     drawing.save(figure, path, f"{rows[0]['model']}, {rows[0]['dtype']}; {provenance(rows)}")
 

@@ -10,6 +10,7 @@ wrong result ends the run. What is done once per step (``plan``) is not in the t
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,9 +169,15 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
         except Exception as error:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+            made.append((contender, None, math.nan, _reason(error)))
     times = time_graphs(graphs, rounds)
     return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, error, plan, status in made]
+
+
+def _reason(error: Exception) -> str:
+    """The error's first line without the places in generated sources that peers name."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.sub(r"( in function '.*?')? at /\S+", "", text)[:200]
 
 
 def _key(contender: Contender) -> str:
@@ -257,6 +264,16 @@ def comparisons(rows: Sequence[Mapping[str, str]]) -> Iterator[Comparison]:
         if family not in best or float(row["median_us"]) < float(best[family]["median_us"]):
             best[family] = row
     return (Comparison(shape, best) for shape, best in by_shape.items())
+
+
+def family_means(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
+    """Geometric mean of each peer family's best time over ours, at the shapes that both have."""
+    items = [item for item in comparisons(rows) if OURS in item.best]
+    families = sorted({family for item in items for family in item.best if family != OURS})
+    return {
+        family: geometric_mean([item.us(family) / item.us(OURS) for item in items if family in item.best])
+        for family in families
+    }
 
 
 def verdicts(table: str, rows: Sequence[Mapping[str, str]]) -> list[Verdict]:

@@ -94,7 +94,7 @@ def draw_scheduler(rows: Rows, path: Path) -> None:
         colour = drawing.PALETTE[(3, 0, 2, 1)[number]]
         axes.plot(running, [float(row[column]) for row in rows], marker="o", ms=4, color=colour, label=label)
     drawing.ticks(axes, running, "running requests")
-    axes.set_yscale("log")
+    drawing.log_y(axes)
     drawing.grid(axes, "CPU cost of a step of the scheduler", "microseconds per step")
     drawing.save(figure, path, provenance(rows))
 
