@@ -162,12 +162,12 @@ def draw(rows: Rows, path: Path) -> None:
 
 def figures(rows: Rows) -> list[Figure]:
     """Medians of every row."""
-    return [
-        Figure(f"first token, prompt {row['tokens']}", float(row["median_ms"]), "ms", "lower")
-        if row["kind"] == "ttft"
-        else Figure(f"token, batch {row['batch']}", float(row["median_ms"]), "ms", "lower")
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        name = f"first token, prompt {row['tokens']}" if row["kind"] == "ttft" else f"token, batch {row['batch']}"
+        spread = float(row["max_ms"]) - float(row["min_ms"])
+        found.append(Figure(name, float(row["median_ms"]), "ms", "lower", spread))
+    return found
 
 
 PROGRAM = Program(

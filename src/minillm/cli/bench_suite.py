@@ -213,7 +213,7 @@ def _show_history(results: Path, program: str | None) -> bool:
         found = [change for change in found if change.last.program == program]
     console.answer_console().print(common.make_table("Last run against those before", *bench.table_cells(found)))
     print(summary(found))
-    if drawing.has_matplotlib() and any(change.earlier for change in found):
+    if drawing.has_matplotlib() and any(change.before for change in found):
         draw_history(found, results / "history.png")
         console.info(f"drawn: {results / 'history.png'}")
     return any(change.verdict == "REGRESSION" for change in found)
@@ -221,7 +221,18 @@ def _show_history(results: Path, program: str | None) -> bool:
 
 QUICK: dict[str, list[str]] = {
     "static": ["--model", "random:tiny", "--dtype", "float32", "--dtype", "bfloat16", "--repeats", "3"],
-    "offline": ["--model", "random:tiny", "--requests", "32", "--max-prompt", "128", "--max-output", "48"],
+    "offline": [
+        "--model",
+        "random:tiny",
+        "--requests",
+        "32",
+        "--max-prompt",
+        "128",
+        "--max-output",
+        "48",
+        "--repeats",
+        "3",
+    ],
     "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
     "materialize": ["--layers", "4", "--length", "128", "--length", "1024", "--iterations", "5"],
