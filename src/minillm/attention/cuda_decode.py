@@ -48,7 +48,7 @@ _SYSTEM_SHARED = 1 << 10
 """Shared memory that the system takes per thread block."""
 
 _MOST_IN_FLIGHT = 136 << 10
-"""Bytes on their way to a multiprocessor. An H200 needs half of it; with 192 KiB it was 1 to 3% slower."""
+"""Bytes on their way to a multiprocessor; on an H200, 192 KiB were up to 3% slower."""
 
 _ITEMS_PER_BLOCK = 8
 """Room in the workspace: items with partial results per resident thread block."""

@@ -8,7 +8,7 @@
 // merge into one (Milakov and Gimelshein 2018, arXiv:1805.02867). Tiles are merged along the binary tree over their
 // indexes: (0,1), (2,3), ((0,1),(2,3)), and so on; a part without visible tokens is the identity. The tree depends on
 // the sequence alone, so its result does too, to the last bit, whatever subtree is computed by which warp, thread
-// block or pass. That leaves the division of work free: plan() gives a batch of one 64 tokens per thread block and a
+// block or pass. That leaves the division of work free: the plan gives a batch of one 64 tokens per thread block and a
 // large batch whole sequences, without a change in any result.
 //
 // Work. An item is a subtree of S = 64 * 2^k tokens of one (sequence, KV head, up to 8 query heads of its group). The
@@ -18,7 +18,7 @@
 // cp.async and runs ahead over the ends of rounds and items, so that memory is busy while results are merged. At the
 // end of a round the warps exchange their results through shared memory, each merges the four for its share of the
 // head dimension, and the rounds merge in registers (a binary counter: see Stack). If the sequence has several items,
-// the results go to the workspace, and the thread block that finishes last merges them, in the order of the tree.
+// the results go to the workspace and meet there, in blocks of the tree: see hand_over.
 //
 // Tensor cores. Scores are computed transposed, S^T[16 tokens x 8 heads] = K Q^T, and so is the output,
 // O^T[d x 8 heads] = V^T P^T: the tokens, of which there are many, take the 16 rows of mma.m16n8k16 and the heads of
