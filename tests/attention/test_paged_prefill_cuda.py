@@ -76,16 +76,15 @@ def test_cuts_of_a_sequence_do_not_depend_on_its_batch_mates() -> None:
 
 
 def test_keys_are_cut_only_where_it_fills_the_gpu() -> None:
-    def pieces(tiles: int, context: int, chunk: int = 1) -> int:
-        ends = np.linspace(context - chunk + 1, context, tiles).astype(np.int64)
-        return pieces_of(ends, copies=2, wave=132)
+    def pieces(queries: int, context: int) -> int:
+        return pieces_of(queries, context, step=128, group=4, copies=4, wave=132)
 
-    assert pieces(tiles=66, context=32_768) == 1, "one full wave"
-    assert pieces(tiles=76, context=32_768) > 1, "1.15 waves take the time of 2"
-    assert pieces(tiles=19, context=4_095) == 1
-    assert pieces(tiles=1, context=1 << 20) == 8
-    assert pieces(tiles=1_980, context=1 << 20) == 1, "30 full waves"
-    assert pieces(tiles=304, context=8_192, chunk=8_192) == 1, "tiles of all lengths fill the last wave"
+    assert pieces(queries=1_056, context=32_768) == 1, "one full wave"
+    assert pieces(queries=1_088, context=32_768) > 1, "1.03 waves take the time of 2"
+    assert pieces(queries=32, context=4_095) == 1
+    assert pieces(queries=1, context=1 << 20) == 8
+    assert pieces(queries=31_680, context=1 << 20) == 1, "30 full waves"
+    assert pieces(queries=8_192, context=8_192) == 1, "tiles of all lengths fill the last wave"
 
 
 def test_hopper_tiles_hold_whole_queries() -> None:
@@ -331,6 +330,39 @@ def test_large_scores_do_not_overflow() -> None:
     want = step.reference()
     for kernel in kernels_of(128):
         assert relative_error(step.run(kernel), want) < 3e-3, kernel.source
+
+
+def grow_towards_the_start(step: Step) -> None:
+    """Scale the keys so that scores grow from the last position to the first, the order that tiles are taken in."""
+    for table, (_, context) in zip(step.tables, step.case.lens, strict=True):
+        factor = torch.linspace(40.0, 0.5, max(1, len(table)), device="cuda")[:, None, None, None]
+        blocks = torch.tensor(table, dtype=torch.int64, device="cuda")
+        if context:
+            step.k[blocks] = (step.k[blocks].float() * factor).to(step.k.dtype)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 500])
+def test_scores_that_grow_from_tile_to_tile(dtype: torch.dtype, window: int | None) -> None:
+    step = make_step(Case(MIXED, (32, 8), 128, dtype=dtype, window=window))
+    grow_towards_the_start(step)
+    want = step.reference()
+    for kernel in kernels_of(128):
+        assert relative_error(step.run(kernel), want) < RELATIVE_ERROR[dtype], kernel.source
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("grow", [False, True])
+def test_a_row_does_not_depend_on_the_rows_of_its_tile(grow: bool) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernel has tiles of two sizes")
+    step = make_step(Case(MIXED))
+    if grow:
+        grow_towards_the_start(step)
+    assert torch.equal(step.run(sm90_kernel(64, warpgroups=2)), step.run(sm90_kernel(64, warpgroups=3)))
 
 
 @pytest.mark.cuda

@@ -5,9 +5,9 @@ program, its settings, the figure's name, value, unit and which way is better. R
 
 **When a change is flagged.** A figure is compared with the earlier runs of the same program, settings, seed and figure
 on the same device and number of cores (at most the last ten). It is a regression if it is worse than their median by
-more than the noise seen: the greater of 5 % of the median and three standard deviations, estimated as 1.4826 times the
-median absolute deviation of those runs. One earlier run says nothing of the noise, so 20 % is allowed then. Likewise
-for improvements.
+more than the noise seen, which is the greatest of: 5 % of the median (20 % while there are fewer than three earlier
+runs); three standard deviations of those runs, estimated as 1.4826 times their median absolute deviation; and the range
+of the repeats within a run, in the last one or, by the median, in the earlier ones. Likewise for improvements.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ HISTORY = common.RESULTS / "history.csv"
 WINDOW = 10
 """Earlier runs that count."""
 LEAST_NOISE = 0.05
-NOISE_OF_ONE = 0.20
+FEW_RUNS = 3
+NOISE_OF_FEW = 0.20
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation -> standard deviation of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A headline figure of a program: `better` is "higher" or "lower"."""
+    """A headline figure of a program: `better` is "higher" or "lower".
+
+    `spread` is the range (greatest less least) of the repeats behind it, in the same unit; 0 where there are none.
+    """
 
     name: str
     value: float
     unit: str
     better: str
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         if self.better not in ("higher", "lower"):
@@ -64,6 +69,7 @@ class Entry:
     value: float
     unit: str
     better: str
+    spread: float
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -96,6 +102,7 @@ def append(
             value=figure.value,
             unit=figure.unit,
             better=figure.better,
+            spread=figure.spread if math.isfinite(figure.spread) else 0.0,
         )
         for figure in figures
         if math.isfinite(figure.value)
@@ -122,7 +129,7 @@ def read(path: Path = HISTORY) -> list[Entry]:
             raise ConfigError(f"{path} is not a history: its columns must be {','.join(_COLUMNS)}")
         for number, row in enumerate(reader, start=2):
             try:
-                entries.append(Entry(**{**row, "value": float(row["value"])}))  # type: ignore[arg-type]
+                entries.append(Entry(**{**row, **{name: float(row[name]) for name in ("value", "spread")}}))  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     return entries
@@ -133,8 +140,13 @@ class Change:
     """The last value of a figure against the runs before it."""
 
     last: Entry
-    earlier: tuple[float, ...]
-    """At most the last ten values before it, oldest first."""
+    before: tuple[Entry, ...]
+    """At most the last ten entries before it, oldest first."""
+
+    @property
+    def earlier(self) -> list[float]:
+        """Their values."""
+        return [entry.value for entry in self.before]
 
     @property
     def median(self) -> float:
@@ -143,17 +155,16 @@ class Change:
 
     @property
     def noise(self) -> float:
-        """Greatest difference from the median that says nothing (see the module's text)."""
-        median = abs(self.median)
-        if len(self.earlier) < 2:
-            return NOISE_OF_ONE * median
+        """Greatest difference from the median that says nothing (see the module's text); there are earlier runs."""
+        least = NOISE_OF_FEW if len(self.before) < FEW_RUNS else LEAST_NOISE
         deviation = statistics.median(abs(value - self.median) for value in self.earlier)
-        return max(LEAST_NOISE * median, 3 * MAD_TO_SIGMA * deviation)
+        repeats = max(self.last.spread, statistics.median(entry.spread for entry in self.before))
+        return max(least * abs(self.median), 3 * MAD_TO_SIGMA * deviation, repeats)
 
     @property
     def verdict(self) -> str:
         """first, same, better or REGRESSION."""
-        if not self.earlier:
+        if not self.before:
             return "first"
         gain = self.last.value - self.median
         if self.last.better == "lower":
@@ -168,7 +179,7 @@ def changes(entries: Sequence[Entry]) -> list[Change]:
     groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.key, []).append(entry)
-    made = [Change(group[-1], tuple(e.value for e in group[-WINDOW - 1 : -1])) for group in groups.values()]
+    made = [Change(group[-1], tuple(group[-WINDOW - 1 : -1])) for group in groups.values()]
     order = list(dict.fromkeys(entry.program for entry in entries))
     return sorted(made, key=lambda change: order.index(change.last.program))
 
@@ -180,7 +191,7 @@ def table_cells(found: Sequence[Change]) -> tuple[list[str], list[list[str]]]:
     for change in found:
         entry, median = change.last, change.median
         relative = (entry.value / median - 1) * 100 if median else math.nan
-        compared = bool(change.earlier)
+        compared = bool(change.before)
         rows.append(
             [
                 f"{entry.program} ({entry.settings}): {entry.figure}"
@@ -188,7 +199,7 @@ def table_cells(found: Sequence[Change]) -> tuple[list[str], list[list[str]]]:
                 else f"{entry.program}: {entry.figure}",
                 f"{entry.value:.4g}",
                 entry.unit,
-                str(len(change.earlier)),
+                str(len(change.before)),
                 f"{median:.4g}" if compared else "",
                 f"{relative:+.1f} %" if compared else "",
                 f"{change.noise / abs(median) * 100:.1f} %" if compared and median else "",

@@ -97,9 +97,9 @@ def _history(entries: Sequence[Entry], folder: Path, beside: Path) -> str:
     found = history.changes(entries)
     parts = ["## History", " ".join((history.__doc__ or "").partition("**When a change is flagged.**")[2].split())]
     parts.append(summary(found))
-    columns, cells = history.table_cells([change for change in found if change.earlier] or found)
+    columns, cells = history.table_cells([change for change in found if change.before] or found)
     parts.append(common.markdown_table(columns, _escaped(cells)))
-    if drawing.has_matplotlib() and any(change.earlier for change in found):
+    if drawing.has_matplotlib() and any(change.before for change in found):
         picture = folder / "history.png"
         draw_history(found, picture)
         parts.append(_image("History", picture, beside))
@@ -116,7 +116,7 @@ def summary(found: Sequence[Change]) -> str:
 
 def draw_history(found: Sequence[Change], path: Path) -> None:
     """Every figure over its runs, relative to its median: one panel per program; up is better."""
-    compared = [change for change in found if change.earlier]
+    compared = [change for change in found if change.before]
     programs = list(dict.fromkeys(change.last.program for change in compared))
     columns = min(3, len(programs))
     rows = -(-len(programs) // columns)
