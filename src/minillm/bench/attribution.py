@@ -25,6 +25,7 @@ MAX_FACTORS = 4
 
 Coalition = frozenset[str]
 K = TypeVar("K", bound=Hashable)
+R = TypeVar("R", bound=Hashable)
 
 
 def coalitions(factors: Sequence[str]) -> list[Coalition]:
@@ -92,12 +93,12 @@ class Interval:
 
 def bootstrap(
     samples: Mapping[K, Sequence[float]],
-    statistic: Callable[[Mapping[K, float]], Mapping[Hashable, float]],
+    statistic: Callable[[Mapping[K, float]], Mapping[R, float]],
     *,
     resamples: int = 2000,
     confidence: float = 0.95,
     seed: int = 0,
-) -> dict[Hashable, Interval]:
+) -> dict[R, Interval]:
     """Percentile intervals of what `statistic` makes of the medians.
 
     `samples` has one value per round for each key, all in the same order of rounds. A resample draws rounds with

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -64,6 +65,8 @@ class Options:
     """Of the blocks that all active requests need at their longest: the pool of the modes under pressure."""
     repeats: int = 5
     seed: int = 0
+    cpu_time: bool = False
+    """Take this process's CPU time for the clock: for a machine that others use, with one thread."""
     links: bool = True
     """Also swap, recompute and auto in virtual time, over a fast and a slow link."""
 
@@ -157,6 +160,8 @@ def _measure_workload(
     try:
         for mode in MODES:
             targets[mode] = open_target(model, **_engine_options(mode, options, load, pools[mode]))
+            if options.cpu_time:
+                targets[mode].engine.clock = time.process_time
             warm_up(targets[mode])
         first = targets["static"]
         where = common.environment(first.device_name) | {"model": first.name, "dtype": first.dtype}
@@ -221,6 +226,7 @@ def _row(
     return {
         **where,
         "seed": options.seed,
+        "clock": "CPU time" if options.cpu_time else "wall",
         "lengths": load.name,
         "mode": mode,
         "repeat": repeat,
@@ -271,7 +277,7 @@ def tables(rows: Rows) -> dict[str, Cells]:
         "wasted tokens",
         "swapped, MiB",
     ]
-    made = {}
+    made: dict[str, Cells] = {}
     for (model, lengths), modes in groups(rows).items():
         lines = []
         first = next(iter(modes.values()))[0]
@@ -295,7 +301,7 @@ def tables(rows: Rows) -> dict[str, Cells]:
         static, ideal = int(first["static_steps"]), int(first["continuous_steps"])
         title = (
             f"{model}, {lengths} outputs, {first['requests']} requests, batch {first['batch']}; steps by lengths: "
-            f"static {static}, continuous {ideal}, bound {static / ideal:.2f}x\n{provenance(rows, first['dtype'])}"
+            f"static {static}, continuous {ideal}, bound {static / ideal:.2f}x\n{provenance(rows, first['dtype'], first['clock'])}"
         )
         made[title] = (columns, lines)
     return made

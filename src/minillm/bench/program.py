@@ -75,6 +75,8 @@ PROGRAMS = {
     "decode-peers": "saved_programs:DECODE_PEERS",
     "prefill-peers": "saved_programs:PREFILL_PEERS",
     "swap": "saved_programs:SWAP",
+    "modes": "modes:PROGRAM",
+    "stress": "stress_report:PROGRAM",
 }
 """Program -> module of this package and name in it, in the order of the report."""
 

@@ -76,7 +76,8 @@ def drive_raw(target: Target, workload: Workload) -> RunResult:
         num_blocks=config.num_blocks,
         vocab_size=target.vocab_size,
     )
-    log, outputs = StepLog(), {f"w{index}": [] for index in range(len(workload))}
+    log = StepLog()
+    outputs: dict[str, list[tuple[float, int]]] = {f"w{index}": [] for index in range(len(workload))}
     begin = engine.clock()
     for plan in plans:
         tokens = _step(engine.runner, plan)

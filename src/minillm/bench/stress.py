@@ -90,6 +90,8 @@ class Options:
     device: str = "cpu"
     dtype: str = "auto"
     seed: int = 0
+    cpu_time: bool = False
+    """Take this process's CPU time for the clock: for a machine that others use, with one thread."""
     time_limit: float | None = None
     """Seconds after which no further round is begun."""
     extra_victims: tuple[str, ...] = field(default=())
@@ -214,6 +216,8 @@ def open_targets(options: Options, progress: Callable[[str], None]) -> dict[Sett
     for setting in settings(options):
         changes = engine_options(setting, options.num_blocks)
         targets[setting] = open_target(model, tokenizer=tokenizer, device=options.device, **changes)
+        if options.cpu_time:
+            targets[setting].engine.clock = time.process_time
         warm_up(targets[setting])
     return targets
 
@@ -235,6 +239,7 @@ def measure(
         target = targets[order[0]]
         where = common.environment(f"{target.device} {_device_name(target.device)}".strip())
         where |= {"model": target.name, "dtype": target.dtype, "seed": str(options.seed)}
+        where |= {"clock": "CPU time" if options.cpu_time else "wall"}
         for round_number in range(first, options.repeats):
             if options.time_limit is not None and time.perf_counter() - begin > options.time_limit:
                 progress(f"time limit: {round_number} of {options.repeats} rounds are done; --resume goes on")

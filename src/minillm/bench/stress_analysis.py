@@ -20,6 +20,7 @@ from minillm.bench.stress import (
     BATCHED_TOKENS,
     BLOCK_SIZE,
     FACTORS,
+    LARGE,
     MAX_MODEL_LEN,
     MAX_SWAPPED,
     Setting,
@@ -175,28 +176,35 @@ def time_parts(cost: StepCost, rows: Rows) -> dict[str, float]:
     return {term: statistics.fmean(part[term] for part in parts) for term in step_cost.TERMS}
 
 
+@dataclass(frozen=True, slots=True)
 class FittedCosts(StepCosts):
     """The regression as the cost of steps in virtual time."""
 
-    __slots__ = ("cost",)
+    prefill_step: float = 0.0
+    """What a step with a prefill costs besides; likewise `swap`, for a step that copies out, and for one that copies
+    in."""
+    swap: float = 0.0
 
-    def __init__(self, cost: StepCost) -> None:
+    @classmethod
+    def of(cls, cost: StepCost) -> FittedCosts:
+        """From the coefficients."""
         seconds = cost.seconds
-        super().__init__(
+        return cls(
             step=seconds["steps"],
             decode_row=seconds["decode_rows"],
             context_token=0.0,
             prefill_token=seconds["prefill_tokens"],
             prefill_pair=0.0,
             swap_block=seconds["swapped_blocks"],
+            prefill_step=seconds["prefill_steps"],
+            swap=seconds["swaps"],
         )
-        object.__setattr__(self, "cost", cost)
 
     def forward_seconds(self, plan: StepPlan) -> float:
-        """With what a step with a prefill costs besides, and each swapped request."""
-        more = self.cost.seconds["prefill_steps"] if plan.prefills else 0.0
+        """Of the step with what it costs besides."""
         swaps = bool(plan.swap_outs) + bool(plan.swap_ins)
-        return super().forward_seconds(plan) + more + swaps * self.cost.seconds["swaps"]
+        more = (self.prefill_step if plan.prefills else 0.0) + swaps * self.swap
+        return StepCosts.forward_seconds(self, plan) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +230,7 @@ def sweep_pools(
     orders: int = SWEEP_ORDERS,
 ) -> list[PoolPoint]:
     """The victim policies in every pool from the least to one where all large requests fit, in virtual time."""
-    least = -(-sum((64, 80)) // BLOCK_SIZE)
+    least = -(-sum(LARGE) // BLOCK_SIZE)
     pools = pools or range(least, least * large + 1)
     points = []
     for num_blocks in pools:
@@ -241,7 +249,7 @@ def sweep_pools(
                 preemption_mode=preemption,
                 enable_prefix_caching=False,
             )
-            with virtual_target(FittedCosts(cost), config, overlap=False) as target:
+            with virtual_target(FittedCosts.of(cost), config, overlap=False) as target:
                 speeds[policy] = [drive(target, workload(large, small, order)).throughput for order in range(orders)]
         for policy in policies:
             ratios = [mine / fifo for mine, fifo in zip(speeds[policy], speeds["fifo"], strict=True)]

@@ -311,10 +311,10 @@ def markdown(rows: Rows, picture: str, command: str) -> str:
     parts = [
         "# Memory pressure: fifo against cost_based",
         f"{row['large']} requests of {LARGE[0]} + {LARGE[1]} tokens and {row['small']} of {SMALL[0]} + {SMALL[1]} "
-        f"share {row['num_blocks']} blocks of 16 tokens; at most six are active and two swapped out. Everything fits alone. "
+        f"share {row['num_blocks']} blocks of 16 tokens; at most six are active and two swapped out. Each fits alone. "
         f"{rounds} rounds after a warm-up, each a random order of the same requests that every setting runs; medians, "
         "with 95 % bootstrap intervals over whole rounds.",
-        f"{provenance(rows, row['model'], row['dtype'])}\n\n```\n{command}\n```",
+        f"{provenance(rows, row['model'], row['dtype'], row.get('clock', 'wall'))}\n\n```\n{command}\n```",
         f"![throughput, attribution, active batch]({picture})",
         *story(rows),
     ]

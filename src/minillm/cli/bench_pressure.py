@@ -12,6 +12,10 @@ from minillm.cli.bench_frame import RESULTS, Device, FromCSV, Model, Repeats, Se
 from minillm.cli.options import with_options
 from minillm.core.errors import ConfigError
 
+_CpuTime = Annotated[
+    bool,
+    typer.Option("--cpu-time", help="Measure CPU time of this process: on a machine that others use, with one thread."),
+]
 _Dtype = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 
 
@@ -33,6 +37,7 @@ def modes(
         float, typer.Option(help="Pool of the modes under pressure: share of what the batch needs at its longest.")
     ] = 0.5,
     repeats: Repeats = 5,
+    cpu_time: _CpuTime = False,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plots go beside it.")] = RESULTS / "modes.csv",
     from_csv: FromCSV = None,
@@ -54,6 +59,7 @@ def modes(
             pool_share=pool_share,
             repeats=repeats,
             seed=seed,
+            cpu_time=cpu_time,
         )
         rows = bench.measure(options, console.info)
     publish(bench.PROGRAM, output, rows, from_csv)
@@ -86,10 +92,10 @@ def stress(
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which no further round begins.", show_default=False)
     ] = None,
+    cpu_time: _CpuTime = False,
     seed: Seed = 0,
-    output: Annotated[
-        Path, typer.Option(help="CSV file to write; plot and page go beside it.")
-    ] = RESULTS / "stress.csv",
+    output: Annotated[Path, typer.Option(help="CSV file to write; plot and page go beside it.")] = RESULTS
+    / "stress.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Memory pressure: victim policies against each other, and a difference attributed to four switched factors."""
@@ -111,6 +117,7 @@ def stress(
             repeats=repeats,
             time_limit=time_limit,
             seed=seed,
+            cpu_time=cpu_time,
             extra_queues=queues,
             extra_victims=victims,
         )

@@ -238,6 +238,8 @@ QUICK: dict[str, list[str]] = {
     "materialize": ["--layers", "4", "--length", "128", "--length", "1024", "--iterations", "5"],
     "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
     "swap": ["--blocks", "4", "--blocks", "16", "--repeats", "3"],
+    "modes": ["--model", "random:tiny", "--requests", "16", "--mean-output", "20", "--repeats", "3"],
+    "stress": ["--model", "random:toy", "--factor", "victim", "--factor", "preemption", "--repeats", "3"],
 }
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
 GPU_ONLY = {f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")}

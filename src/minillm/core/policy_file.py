@@ -15,7 +15,7 @@ def load_policy_file(path: Path | str) -> list[str]:
     The file is ordinary Python and runs with this process's rights. :class:`ConfigError`, with nothing registered, if
     it cannot be read, raises, registers nothing, or takes a name that is in use.
     """
-    registries = (QUEUE_POLICIES, VICTIM_POLICIES)
+    registries: tuple[dict, ...] = (QUEUE_POLICIES, VICTIM_POLICIES)
     before = [dict(registry) for registry in registries]
     try:
         runpy.run_path(str(path), run_name="minillm_policy_file")
@@ -32,7 +32,8 @@ def load_policy_file(path: Path | str) -> list[str]:
 
 def _check(path: Path | str, before: list[dict]) -> list[str]:
     names: list[str] = []
-    for registry, known in zip((QUEUE_POLICIES, VICTIM_POLICIES), before, strict=True):
+    registries: tuple[dict, ...] = (QUEUE_POLICIES, VICTIM_POLICIES)
+    for registry, known in zip(registries, before, strict=True):
         taken = [name for name, policy in known.items() if registry.get(name) is not policy]
         if taken:
             raise ConfigError(f"policy_file={str(path)!r}: the policy name {taken[0]!r} is in use; choose another")
