@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from minillm.attention import cuda_checks
-from minillm.attention.cuda_checks import check_heads, check_paged_cache, check_tensor, debug_check_tables
+from minillm.attention.cuda_checks import (
+    CheckedLayouts,
+    check_heads,
+    check_paged_cache,
+    check_tensor,
+    debug_check_tables,
+)
 
 CPU = torch.device("cpu")
 
@@ -70,3 +76,23 @@ def test_tables_are_checked_in_debug_mode_only(monkeypatch):
         debug_check_tables(tables, lens + 1, 4, 4)
     with pytest.raises(ValueError, match=r"context_lens\[1\]=13 needs 4 blocks, the table has 3"):
         debug_check_tables(tables, torch.tensor([8, 13]), 4, 4)
+
+
+def test_layouts_differ_in_all_that_is_checked():
+    base = torch.zeros((4, 6))
+    same = CheckedLayouts.of(base, torch.zeros((4, 6)))
+    layouts = CheckedLayouts()
+    layouts.add(same)
+    assert CheckedLayouts.of(torch.zeros((4, 6)), base) in layouts
+    for other in (base.half(), base.t(), base[:3], base[:, ::2], base.to("meta")):
+        assert CheckedLayouts.of(base, other) not in layouts
+        assert CheckedLayouts.of(other) not in layouts
+
+
+def test_layouts_are_bounded(monkeypatch):
+    monkeypatch.setattr(cuda_checks, "_MOST_LAYOUTS", 3)
+    layouts = CheckedLayouts()
+    for length in range(5):
+        layouts.add(CheckedLayouts.of(torch.zeros(length)))
+        assert CheckedLayouts.of(torch.zeros(length)) in layouts
+    assert CheckedLayouts.of(torch.zeros(0)) not in layouts

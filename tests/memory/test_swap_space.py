@@ -102,22 +102,52 @@ def test_runs_of_consecutive_slots_become_one_transfer_each():
     assert list(_runs([5, 4])) == [(0, 5, 1), (1, 4, 1)]
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_round_trip_on_a_gpu_runs_beside_compute(pin_memory):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
-    cache = PagedKVCache(spec, 64, "cuda")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def make_on_gpu(
+    num_blocks: int, num_slots: int, *, pin_memory: bool = True, layers=3
+) -> tuple[PagedKVCache, SwapSpace]:
+    spec = KVCacheSpec(num_layers=layers, num_kv_heads=8, head_dim=64, block_size=16, dtype=torch.bfloat16)
+    cache = PagedKVCache(spec, num_blocks, "cuda")
     cache.store.normal_()
-    swap = SwapSpace(cache, 32, pin_memory=pin_memory)
+    return cache, SwapSpace(cache, num_slots, pin_memory=pin_memory)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("staged_blocks", [1, 5, 1000])
+def test_round_trip_on_a_gpu_is_bitwise_and_touches_nothing_else(pin_memory, staged_blocks, monkeypatch):
+    cache, swap = make_on_gpu(64, 32, pin_memory=pin_memory)
     assert swap.pinned == pin_memory
+    monkeypatch.setattr(swap, "_staging_blocks", staged_blocks)
     blocks, slots = list(range(0, 64, 2)), list(range(31, -1, -1))
-    original = cache.store[:, :, blocks].clone()
+    original = cache.store.clone()
     out = swap.swap_out(blocks, slots)
-    cache.store.zero_()  # queued behind the gather, not behind the transfer
-    back = swap.swap_in(slots, blocks)
-    assert torch.equal(cache.store[:, :, blocks], original)
+    cache.store[:, :, blocks] = 0  # queued behind the gather, not behind the transfer
+    back = swap.swap_in(slots[:7], blocks[1:8])
+    expected = original.clone()
+    expected[:, :, blocks] = 0
+    expected[:, :, blocks[1:8]] = original[:, :, blocks[:7]]
+    assert torch.equal(cache.store, expected)
     assert out.seconds() > 0
     assert back.seconds() > 0
     assert back.done()
+    for block, slot in zip(blocks, slots, strict=True):
+        assert torch.equal(swap.slot(slot).cuda(), original[:, :, block])
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_compute_goes_on_while_blocks_are_still_on_their_way_out():
+    cache, swap = make_on_gpu(512, 512, layers=16)  # 256 MiB: some 5 ms on the bus
+    blocks = list(range(512))
+    swap.swap_out(blocks, blocks).seconds()  # kernels are loaded, memory is there
+    copy = swap.swap_out(blocks, blocks)
+    cache.store[:, :, 0] = 1
+    overwritten = torch.cuda.current_stream().record_event()
+    overwritten.synchronize()
+    assert not copy.done()
+    assert copy.seconds() > 0
+    assert not (swap.slot(0) == 1).all()

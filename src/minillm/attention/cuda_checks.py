@@ -57,6 +57,32 @@ def check_tensor(
         dense *= have[dim]
 
 
+_MOST_LAYOUTS = 4096
+
+Layout = tuple[object, ...]
+
+
+class CheckedLayouts:
+    """Layouts of arguments that a wrapper has found right: the layers of a step, and most steps, share one."""
+
+    def __init__(self) -> None:
+        self._seen: set[Layout] = set()
+
+    @staticmethod
+    def of(*tensors: Tensor) -> Layout:
+        """All that checks look at: shapes, strides, dtypes and devices."""
+        return tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors])
+
+    def __contains__(self, layout: Layout) -> bool:
+        return layout in self._seen
+
+    def add(self, layout: Layout) -> None:
+        """Remember one that passed; forgets all when there are too many (prompts of every length)."""
+        if len(self._seen) >= _MOST_LAYOUTS:
+            self._seen.clear()
+        self._seen.add(layout)
+
+
 def check_paged_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise ValueError unless K and V are views [num_blocks, num_kv_heads, block_size, head_dim] of one CUDA pool.
 

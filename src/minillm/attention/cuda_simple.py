@@ -9,6 +9,7 @@ from torch import Tensor
 from minillm.attention.cuda_build import KernelSpec, get_kernel
 from minillm.attention.cuda_checks import (
     FLOAT_DTYPES,
+    CheckedLayouts,
     check_heads,
     check_paged_cache,
     check_tensor,
@@ -31,6 +32,9 @@ _CHUNKS = (2, 4, 8)
 """Dimensions per lane of an instance, which serves every head_dim up to 32 times as much."""
 
 _SPECS = {(dtype, chunks): _spec(dtype, chunks) for dtype in FLOAT_DTYPES for chunks in _CHUNKS}
+
+
+_checked = CheckedLayouts()
 
 
 def specs(arch: str) -> list[KernelSpec]:
@@ -61,29 +65,24 @@ def paged_attention_simple(
     tokens including the queries. A sequence with context 0 (padding) gets zeros. Returns `out` [T, num_q_heads,
     head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and strides that don't fit.
     """
-    check_paged_cache(k_cache, v_cache)
-    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
-    device, dtype = k_cache.device, k_cache.dtype
-    check_tensor("q", q, (None, None, head_dim), dtype, device, contiguous_from=1)
-    tokens, num_q_heads = q.shape[:2]
-    check_heads(num_q_heads, num_kv_heads)
-    check_tensor("context_lens", context_lens, (None,), torch.int32, device)
-    num_seqs = len(context_lens)
-    check_tensor("query_start", query_start, (num_seqs + 1,), torch.int32, device)
-    check_tensor("block_tables", block_tables, (num_seqs, None), torch.int32, device, contiguous_from=1)
-    if k_cache.stride(0) * dtype.itemsize % 16 or k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
-        raise ValueError(f"k_cache and v_cache must start at and step by multiples of 16 bytes: {k_cache.stride()}")
     if out is None:
-        out = torch.empty((tokens, num_q_heads, head_dim), dtype=dtype, device=device)
-    else:
-        check_tensor("out", out, (tokens, num_q_heads, head_dim), dtype, device, contiguous_from=1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    layout = CheckedLayouts.of(q, k_cache, v_cache, block_tables, query_start, context_lens, out)
+    if layout not in _checked:
+        _check(q, k_cache, v_cache, block_tables, query_start, context_lens, out)
+        _checked.add(layout)
+    if (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        raise ValueError("k_cache and v_cache must start at multiples of 16 bytes")
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    tokens, num_q_heads = q.shape[:2]
+    num_seqs, device = len(context_lens), q.device
     debug_check_tables(block_tables, context_lens, len(k_cache), block_size)
     if not tokens or not num_seqs:
         return out
     group = num_q_heads // num_kv_heads
     tiles = min(tokens, -(-tokens // max(1, _ROWS // group)) + num_seqs)
     chunks = next(chunks for chunks in _CHUNKS if head_dim <= _WARP * chunks)
-    get_kernel(_SPECS[dtype, chunks], device).launch(
+    get_kernel(_SPECS[q.dtype, chunks], device).launch(
         (tiles, num_kv_heads * -(-group // _ROWS)),
         _THREADS,
         (
@@ -110,3 +109,26 @@ def paged_attention_simple(
         shared_bytes=shared_bytes(head_dim, chunks),
     )
     return out
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+) -> None:
+    check_paged_cache(k_cache, v_cache)
+    num_kv_heads, _, head_dim = k_cache.shape[1:]
+    device, dtype = k_cache.device, k_cache.dtype
+    check_tensor("q", q, (None, None, head_dim), dtype, device, contiguous_from=1)
+    check_heads(q.shape[1], num_kv_heads)
+    check_tensor("context_lens", context_lens, (None,), torch.int32, device)
+    num_seqs = len(context_lens)
+    check_tensor("query_start", query_start, (num_seqs + 1,), torch.int32, device)
+    check_tensor("block_tables", block_tables, (num_seqs, None), torch.int32, device, contiguous_from=1)
+    check_tensor("out", out, q.shape, dtype, device, contiguous_from=1)
+    if k_cache.stride(0) * dtype.itemsize % 16:
+        raise ValueError(f"the block stride of k_cache, {k_cache.stride(0)} elements, must be a multiple of 16 bytes")

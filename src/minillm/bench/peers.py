@@ -152,7 +152,7 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
     peers = decode_contenders(batch) if shape.query_len == 1 else prefill_contenders(batch)
     contenders = [*([Contender(OURS, "direct", lambda: direct_path(batch))] if ours else []), *peers]
     graphs: dict[str, StepGraph] = {}
-    made: list[tuple[Contender, AttentionPath | None, Error | None, float, str]] = []
+    made: list[tuple[Contender, Error | None, float, str]] = []
     for contender in contenders:
         try:
             with warnings.catch_warnings():
@@ -160,18 +160,20 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
                 path = contender.make()
                 path.run(0)
             error = worst([_check(contender, path, batch, layer) for layer in (0, layers - 1)])
+            # Before the capture: planning again may replace buffers that a captured graph would go on reading.
+            plan_us = _plan_us(path)
             graphs[_key(contender)] = StepGraph([_bind(path, layer) for layer in range(layers)])
-            made.append((contender, path, error, _plan_us(path), "ok"))
+            made.append((contender, error, plan_us, "ok"))
         except WrongResultError:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, None, math.nan, "wrong result"))
+            made.append((contender, None, math.nan, "wrong result"))
         except Exception as error:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+            made.append((contender, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
     times = time_graphs(graphs, rounds)
-    return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, _, error, plan, status in made]
+    return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, error, plan, status in made]
 
 
 def _key(contender: Contender) -> str:

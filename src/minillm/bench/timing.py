@@ -145,10 +145,11 @@ def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 class StepGraph:
-    """Calls (one per layer) captured in one CUDA graph."""
+    """Calls (one per layer) captured in one CUDA graph, which keeps them, and so the memory that they use, alive."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.num_calls = len(calls)
+        self._calls = calls
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # capture wants everything lazy (modules, workspaces, plans) to exist
@@ -185,13 +186,14 @@ class ReplayTime:
 def time_graphs(graphs: Mapping[str, StepGraph], rounds: int) -> dict[str, ReplayTime]:
     """Replay all graphs `rounds` times, interleaved: each round runs every one, starting one further than the last.
 
-    A device that changes its clock during the run then does so for all. Two untimed rounds come first; nothing
-    synchronises between replays, so the device never waits for the host.
+    A device that changes its clock during the run then does so for all. An untimed round comes first; nothing
+    synchronises between the timed replays, so the device never waits for the host.
     """
     names = list(graphs)
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
-    for name in names * 2:
-        graphs[name].replay()
+    for graph in graphs.values():
+        graph.replay()
+        torch.cuda.synchronize()
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from minillm.attention.cuda_build import KernelSpec, get_kernel
-from minillm.attention.cuda_checks import check_paged_cache, check_tensor
+from minillm.attention.cuda_checks import CheckedLayouts, check_paged_cache, check_tensor
 
 _WRITE_16 = KernelSpec("kv_ops.cu", "write_kv<uint4>")
 _WRITE_2 = KernelSpec("kv_ops.cu", "write_kv<u16>")
 _COPY_TILES = KernelSpec("kv_ops.cu", "copy_tiles<4>")
+
+_write_layouts = CheckedLayouts()
 
 _COPY_THREADS = 512
 _COPY_BYTES = 16 * 4 * _COPY_THREADS
@@ -32,15 +34,15 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_kv_heads, block_size, head_dim]. A slot outside the pool, such as padding's -1, is skipped. Runs on the current
     stream; capturable. Raises ValueError for shapes, dtypes, devices and strides that don't fit.
     """
-    check_paged_cache(k_cache, v_cache)
+    layout = CheckedLayouts.of(k, v, k_cache, v_cache, slot_mapping)
+    if layout not in _write_layouts:
+        _check_write(k, v, k_cache, v_cache, slot_mapping)
+        _write_layouts.add(layout)
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    device, dtype = k_cache.device, k_cache.dtype
-    check_tensor("k", k, (None, num_kv_heads, head_dim), dtype, device, contiguous_from=1)
-    check_tensor("v", v, k.shape, dtype, device, contiguous_from=1)
-    check_tensor("slot_mapping", slot_mapping, (len(k),), torch.int64, device)
+    device = k_cache.device
     if not len(k):
         return
-    size = dtype.itemsize
+    size = k.element_size()
     strides = (k.stride(0), v.stride(0), k_cache.stride(0))
     pointers = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     aligned = not (pointers | (strides[0] | strides[1] | strides[2] | head_dim) * size) % 16
@@ -62,6 +64,15 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             *(np.int64(stride * size // unit) for stride in strides),
         ),
     )
+
+
+def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    check_paged_cache(k_cache, v_cache)
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    device, dtype = k_cache.device, k_cache.dtype
+    check_tensor("k", k, (None, num_kv_heads, head_dim), dtype, device, contiguous_from=1)
+    check_tensor("v", v, k.shape, dtype, device, contiguous_from=1)
+    check_tensor("slot_mapping", slot_mapping, (len(k),), torch.int64, device)
 
 
 def copy_blocks(store: Tensor, pairs: Tensor) -> None:

@@ -3,14 +3,19 @@
 One slot holds one block of all layers, contiguously (``host[slot, layer, k|v, kv_head, slot in block, head_dim]``), so
 that a swapped block is one long transfer. Which slot belongs to which request is the block manager's business.
 
-On a GPU the copies run on a stream of their own. Outgoing blocks are first gathered into a staging buffer on the
-device; the compute stream waits for that gather alone (microseconds), after which the blocks may be written again
-while the bus transfer still runs. Incoming blocks are transferred to staging, then scattered; the compute stream waits
-for the scatter. Both directions share one stream, so a slot is never read before the copy that filled it is done.
-On the CPU the copies are done when the call returns.
+On a GPU the copies run on a stream of their own, through a staging buffer on the device: a kernel gathers scattered
+blocks into it (or scatters them out of it), and the copy engine moves it over the bus, one transfer per run of
+consecutive slots. Outgoing: the compute stream waits for the gather alone (0.3 ms for 512 MiB), after which the blocks
+may be written again while the bus transfer still runs. Incoming: the compute stream waits for the scatter. Both
+directions share one stream, so a slot is never read before the copy that filled it is done. On the CPU the copies are
+done when the call returns.
 
-Measured on an H200 (28 layers, 8 KV heads, head_dim 128, bf16, 1.75 MiB a block): 16 blocks 42 GB/s out and 49 GB/s
-in, 256 blocks 47 and 51; without pinning 13 and 8.
+A kernel that reads and writes the host's memory itself fills the bus as well (16 thread blocks: 48 to 51 GB/s on an
+H200 against 54 of a plain copy), but matrix products beside it take 1.2 to 1.6 times as long; beside the copy engine
+they take 1.04 times as long.
+
+Measured on an H200 (32 layers, 8 KV heads, head_dim 128, bf16: 2 MiB a block), 256 scattered blocks and slots: 49 GB/s
+out and 47 in, against 54 of a plain pinned copy in the same run.
 """
 
 from __future__ import annotations
@@ -18,13 +23,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.attention.cuda_launch import memcpy_async
 from minillm.core.errors import ConfigError
+from minillm.memory import cuda_kv_ops
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache, lazy_zeros
+from minillm.memory.staging import PinnedUpload, StagingRing
 
 GIB = 1 << 30
+
+STAGING_FRACTION = 1 / 128
+"""Share of the device's memory that one round of copies may be staged in: 1.1 GiB on an H200."""
 
 
 class SwapCopy:
@@ -70,7 +82,12 @@ class SwapSpace:
             needed = num_slots * spec.bytes_per_block / GIB
             how = "page-locked host memory (pin_memory=False does without)" if self.pinned else "host memory"
             raise ConfigError(f"swap space of {needed:.2f} GiB does not fit {how}: {error}") from error
-        self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if cache.device.type == "cuda":
+            self._stream = torch.cuda.Stream(cache.device)
+            self._upload = PinnedUpload(cache.device, StagingRing(slab_bytes=64 << 10))
+            staging = int(torch.cuda.get_device_properties(cache.device).total_memory * STAGING_FRACTION)
+            self._staging_blocks = max(1, staging // spec.bytes_per_block)
 
     @staticmethod
     def slots_within(spec: KVCacheSpec, gib: float) -> int:
@@ -98,10 +115,8 @@ class SwapSpace:
         with torch.cuda.stream(self._stream):
             start, end = _timing_events()
             start.record()
-            staging = self._gather(torch.tensor(blocks).to(self.cache.device, non_blocking=True)).contiguous()
-            compute.wait_event(self._stream.record_event())
-            for first, slot, count in _runs(slots):
-                self._host[slot : slot + count].copy_(staging[first : first + count], non_blocking=True)
+            for blocks_part, slots_part in self._rounds(blocks, slots):
+                self._send(blocks_part, slots_part, compute)
             end.record()
         copy._events = (start, end)
         return copy
@@ -125,10 +140,8 @@ class SwapSpace:
         with torch.cuda.stream(self._stream):
             start, end = _timing_events()
             start.record()
-            staging = torch.empty((len(slots), *self._host.shape[1:]), dtype=self._host.dtype, device=self.cache.device)
-            for first, slot, count in _runs(slots):
-                staging[first : first + count].copy_(self._host[slot : slot + count], non_blocking=True)
-            self._scatter(torch.tensor(blocks).to(self.cache.device, non_blocking=True), staging)
+            for blocks_part, slots_part in self._rounds(blocks, slots):
+                self._fetch(slots_part, blocks_part)
             end.record()
             compute.wait_event(end)
         copy._events = (start, end)
@@ -137,6 +150,39 @@ class SwapSpace:
     def slot(self, index: int) -> Tensor:
         """One slot's content [num_layers, 2, num_kv_heads, block_size, head_dim], a view."""
         return self._host[index]
+
+    def _rounds(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Blocks and slots in parts that staging holds."""
+        for first in range(0, len(blocks), self._staging_blocks):
+            part = slice(first, first + self._staging_blocks)
+            yield blocks[part], slots[part]
+
+    def _send(self, blocks: Sequence[int], slots: Sequence[int], compute: torch.cuda.Stream) -> None:
+        """Blocks to slots on the current stream; `compute` goes on when they are gathered."""
+        staging = self._staging(len(blocks))
+        cuda_kv_ops.gather_blocks(self.cache.store, staging, self._pairs(blocks, range(len(blocks))))
+        compute.wait_event(torch.cuda.current_stream(self.cache.device).record_event())
+        device, host, size = staging.data_ptr(), self._host.data_ptr(), self.cache.spec.bytes_per_block
+        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+        for first, slot, count in _runs(slots):
+            memcpy_async(host + slot * size, device + first * size, count * size, stream)
+
+    def _fetch(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Slots to blocks on the current stream."""
+        staging = self._staging(len(blocks))
+        device, host, size = staging.data_ptr(), self._host.data_ptr(), self.cache.spec.bytes_per_block
+        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
+        for first, slot, count in _runs(slots):
+            memcpy_async(device + first * size, host + slot * size, count * size, stream)
+        cuda_kv_ops.scatter_blocks(staging, self.cache.store, self._pairs(range(len(blocks)), blocks))
+
+    def _staging(self, count: int) -> Tensor:
+        """Pages on the device for `count` blocks, from torch's pool of the copy stream: rounds share the memory."""
+        return torch.empty((count, *self._host.shape[1:]), dtype=self._host.dtype, device=self.cache.device)
+
+    def _pairs(self, sources: Sequence[int], targets: Sequence[int]) -> Tensor:
+        """int32 [n, 2] on the device."""
+        return self._upload(np.array((sources, targets), dtype=np.int32).T)
 
     def _gather(self, blocks: Tensor) -> Tensor:
         """Blocks of all layers as [n, num_layers, 2, num_kv_heads, block_size, head_dim]."""

@@ -106,17 +106,6 @@ __device__ __forceinline__ void unpack16(uint4 v, float (&out)[kPer16B<T>]) {
     }
 }
 
-template <typename T>
-__device__ __forceinline__ uint4 pack16(const float (&in)[kPer16B<T>]) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(T) == 4) words[i] = __float_as_uint(in[i]);
-        else words[i] = pack2<T>(in[2 * i], in[2 * i + 1]);
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
 // ---- Asynchronous copies global -> shared (sm_80) ---------------------------------------------------------------
 
 __device__ __forceinline__ u32 smem_addr(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -147,20 +136,6 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 addr) {
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 addr) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(addr)
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], u32 addr) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1])
-                 : "r"(addr)
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], u32 addr) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1])
                  : "r"(addr)
                  : "memory");
 }
