@@ -6,20 +6,22 @@ from itertools import islice
 
 import pytest
 
-from minillm.bench import scheduler_bench
+from minillm.bench import common, scheduler_bench
 
 
-def test_measures_every_count_and_keeps_the_csv(tmp_path, capsys):
+def test_measures_every_count_and_keeps_what_the_table_needs(tmp_path):
+    rows = scheduler_bench.run(running=(1, 4), steps=30, progress=lambda text: None)
     path = tmp_path / "results" / "scheduler.csv"
-    costs = scheduler_bench.run(running=(1, 4), steps=30, output=path)
+    common.write_csv(path, rows)
+    costs = [scheduler_bench.SchedulerCost.from_row(row) for row in common.read_csv(path)]
     assert [cost.running for cost in costs] == [1, 4]
     for cost in costs:
         assert cost.steps == 30
         assert 0 < cost.median_us <= cost.p99_us
         assert cost.tokens_per_step >= cost.running * 0.9
-    capsys.readouterr()
-    assert scheduler_bench.run(from_csv=path) == costs
-    assert "running" in capsys.readouterr().out
+    columns, cells = scheduler_bench.table_cells(common.read_csv(path))
+    assert columns[0] == "running" and [line[0] for line in cells] == ["1", "4"]
+    assert all(len(line) == len(columns) for line in cells)
 
 
 @pytest.mark.parametrize("running", [1, 8])

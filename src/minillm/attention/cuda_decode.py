@@ -36,7 +36,7 @@ _TILE_TOKENS = 16
 _ITEM_HEADS = 8
 _MIN_ITEM_TOKENS = 64
 _PLAN_THREADS = 256
-_RING = 16
+_RING = 32
 _MERGE_LEVELS = 8
 """As in the kernels: warps and threads of a block, tokens of a tile, query heads and least tokens of an item, threads
 of the plan, item numbers that a block remembers; and more levels of merging than items can need."""
@@ -51,11 +51,15 @@ _ITEMS_PER_BLOCK = 8
 """Room in the workspace: items with partial results per resident thread block."""
 
 _BYTES_PER_NS = 4200.0
-_TOKEN_NS = 11.0
 _ITEM_NS = 1500.0
-_LEVEL_NS = 1750.0
-"""What the plan reckons with, measured on an H200: the device's memory rate, a token in a thread block that has its
-data, starting and ending an item, a step of merging. They decide on speed only, never on results."""
+_LEVEL_NS = 1400.0
+"""What the plan reckons with, measured on an H200: the device's memory rate, what an item costs beside its tokens, and
+a step of merging. They decide on speed only, never on results."""
+
+
+def _token_ns(head_dim: int) -> float:
+    """The same: a token in a thread block that does not wait for data."""
+    return 4.0 + 0.055 * head_dim
 
 
 def _stage_bytes(head_dim: int) -> int:
@@ -75,9 +79,8 @@ def _stages(head_dim: int, arch: str) -> int:
     """Tiles that a warp keeps in flight, 0 if not even two fit; thread blocks per multiprocessor come first."""
     number = int("".join(filter(str.isdigit, arch)))
     total = _SHARED_KIB.get(number, 0) << 10
-    wanted = {64: 3, 256: 1}.get(head_dim, 2)
-    for blocks in range(wanted, 0, -1):
-        for stages in (4, 3, 2):
+    for blocks in (1,) if head_dim == 256 else (2, 1):
+        for stages in (6, 5, 4, 3, 2):
             if blocks * (shared_bytes(head_dim, stages) + _SYSTEM_SHARED) <= total:
                 return stages
     return 0
@@ -171,7 +174,7 @@ class DecodePlan:
         longest = -(-self.max_seq_len // (1 << self.forced_shift)) if self.forced_shift else 0
         self.max_items = max(_ITEMS_PER_BLOCK * self.grid, self.max_seqs * longest * self.head_items)
         slots = self.max_items // self.head_items
-        self.capacity = self.max_seqs + slots + 2 * self.grid
+        self.capacity = self.max_seqs + slots + self.grid
         tiles = self.head_dim // 16
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -179,8 +182,7 @@ class DecodePlan:
 
         self.plans = zeros(len(windows), self.capacity + 1, 4)
         self._plan_of = dict(zip(windows, self.plans.unbind(), strict=True))
-        self.partials = torch.empty((self.max_items, tiles * 32 * 4), dtype=torch.float32, device=self.device)
-        self.sums = torch.empty((self.max_items, 16), dtype=torch.float32, device=self.device)
+        self.partials = torch.empty((self.max_items, 4 * (32 * tiles + 4)), dtype=torch.float32, device=self.device)
         self.arrivals = zeros(_MERGE_LEVELS, self.max_items)
         self.counters = zeros(2)
         rounds = max(-(-self.max_seq_len // _MIN_ITEM_TOKENS), 2)
@@ -212,7 +214,7 @@ class DecodePlan:
                 np.int32(self.grid),
                 np.int32(self.forced_shift),
                 np.float32(4 * self.head_dim / _BYTES_PER_NS),
-                np.float32(_TOKEN_NS),
+                np.float32(_token_ns(self.head_dim)),
                 np.float32(_ITEM_NS),
                 np.float32(_LEVEL_NS),
             ),
@@ -280,15 +282,14 @@ def paged_decode(
             block_tables,
             plan.for_window(window),
             plan.partials,
-            plan.sums,
             plan.spill,
             plan.arrivals,
             plan.counters,
             np.int64(block_tables.stride(0)),
             np.int64(q.stride(0)),
             np.int64(out.stride(0)),
-            np.int64(k_cache.stride(0)),
             np.int64(plan._spill_stride),
+            np.uint32(k_cache.stride(0) // 8),
             plan.divisors[0],
             plan.divisors[1],
             np.int32(plan.max_items),

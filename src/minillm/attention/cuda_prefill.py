@@ -87,7 +87,7 @@ def sm90_kernel(
     q_stages: int | None = None,
 ) -> PrefillKernel:
     """The Hopper kernel for a tuned head dim; the keywords override its tuning."""
-    warpgroups = warpgroups or (3 if head_dim == 64 else 2)
+    warpgroups = warpgroups or 2
     key_tile = key_tile or (64 if head_dim == 256 else 128)
     stages = stages or 2
     row_bytes = -(-head_dim // _SWIZZLE_COLUMNS) * 128
@@ -143,22 +143,39 @@ def specs(arch: str) -> list[KernelSpec]:
 
 _MIN_PIECE_KEYS = 2048
 _MAX_PIECES = 8
-_PIECE_COST = 0.03
-"""A piece more costs about this share of a tile's time (its partial result is written and read again)."""
+_PIECE_OVERHEAD_KEYS = 384
+"""A partial result is written, read again and joined in about the time of so many keys."""
 
 
-def pieces_of(tiles: int, context_len: int, wave: int) -> int:
-    """Into how many pieces a sequence's keys are cut when its chunk makes `tiles` tiles over all KV heads.
+def pieces_of(key_ends: np.ndarray, copies: int, wave: int) -> int:
+    """Into how many pieces of equal size a sequence's keys are cut; `key_ends` are the keys of its tiles, of which each
+    KV head (`copies`) has one.
 
-    Tiles run in waves of `wave`; a chunk of 1.1 waves takes the time of 2. More and shorter pieces fill the last wave,
-    but each costs; pieces under 2,048 keys never pay. Depends on the sequence alone, so its rounding does too.
+    `wave` tiles run at a time. One tile more than that doubles the time, unless there are shorter tiles to fill up
+    with, as in a whole prompt; pieces fill up too, but each costs. Depends on the sequence alone, so its rounding does.
     """
+    context = int(key_ends[-1])
+    most = min(_MAX_PIECES, context // _MIN_PIECE_KEYS)
+    if most < 2 or _time(key_ends, copies, wave) < 1.05 * key_ends.sum() * copies / wave:
+        return 1
 
-    def efficiency(pieces: int) -> float:
-        waves = -(-tiles * pieces // wave)
-        return tiles * pieces / (waves * wave) * (1 - _PIECE_COST * (pieces - 1))
+    def time(pieces: int) -> float:
+        size = -(-context // pieces)
+        whole, rest = key_ends // size, key_ends % size
+        lengths = np.concatenate([np.full(int(whole.sum()), size), rest[rest > 0]])
+        return _time(lengths + (_PIECE_OVERHEAD_KEYS if pieces > 1 else 0), copies, wave)
 
-    return max(range(1, max(2, min(_MAX_PIECES, context_len // _MIN_PIECE_KEYS) + 1)), key=efficiency)
+    return min(range(1, most + 1), key=time)
+
+
+def _time(lengths: np.ndarray, copies: int, wave: int) -> float:
+    """When the last of `copies` tiles of each length ends, if the longest is handed out first."""
+    waiting = np.repeat(np.sort(lengths)[::-1], copies)
+    waiting = np.append(waiting, np.zeros(-len(waiting) % wave, dtype=waiting.dtype)).reshape(-1, wave)
+    busy = np.zeros(wave, dtype=np.int64)
+    for turn in waiting:
+        busy = np.sort(busy) + turn
+    return float(busy.max())
 
 
 class PrefillPlan:
@@ -290,35 +307,43 @@ def build_work(
     """
     step = rows_per_tile(kernel, group)
     work: list[np.ndarray] = []
-    splits: list[tuple[int, ...]] = []
+    splits: list[np.ndarray] = []
     slots = 0
-    for sequence, (start, end, context) in enumerate(zip(starts[:-1], starts[1:], contexts, strict=True)):
-        queries = int(end - start)
-        if not queries:
+    for sequence, (start, end, context) in enumerate(
+        zip(starts[:-1].tolist(), starts[1:].tolist(), contexts.tolist(), strict=True)
+    ):
+        if start == end:
             continue
-        rows, pos0 = queries * group, int(context) - queries
+        rows, pos0 = (end - start) * group, context - (end - start)
         row0 = np.arange(0, rows, step)
         key_end = pos0 + (np.minimum(row0 + step, rows) - 1) // group + 1
-        tiles = np.zeros((len(row0), _WORK_FIELDS), dtype=np.int64)
-        tiles[:, 0], tiles[:, 1], tiles[:, 2] = sequence, start, row0
-        tiles[:, 3], tiles[:, 4], tiles[:, 6], tiles[:, 7] = rows, pos0, key_end, -1
-        pieces = pieces_of(len(row0) * num_kv_heads, int(context), kernel.wave)
-        if pieces == 1:
-            work.append(tiles)
-            continue
-        piece = -(-int(context) // (pieces * kernel.key_tile)) * kernel.key_tile
-        for tile in tiles:
-            cuts = np.arange(0, tile[6], piece)
-            parts = np.repeat(tile[None], len(cuts), axis=0)
-            parts[:, 5], parts[:, 6] = cuts, np.minimum(cuts + piece, tile[6])
-            if len(cuts) > 1:
-                parts[:, 7] = slots + np.arange(len(cuts))
-                splits.append((int(start), int(tile[2]), rows, slots, len(cuts), 0, 0, 0))
-                slots += len(cuts)
-            work.append(parts)
-    listed = np.concatenate(work) if work else np.zeros((0, _WORK_FIELDS), dtype=np.int64)
+        pieces = pieces_of(key_end, num_kv_heads, kernel.wave)
+        size = -(-context // (pieces * kernel.key_tile)) * kernel.key_tile
+        counts = -(-key_end // size)
+        tile = np.repeat(np.arange(len(row0)), counts)
+        begin = size * _ranks(counts)
+        listed = np.empty((len(tile), _WORK_FIELDS), dtype=np.int64)
+        listed[:] = (sequence, start, 0, rows, pos0, 0, 0, -1)
+        listed[:, 2], listed[:, 5], listed[:, 6] = row0[tile], begin, np.minimum(begin + size, key_end[tile])
+        work.append(listed)
+        cut = np.flatnonzero(counts > 1)
+        if len(cut):
+            listed[counts[tile] > 1, 7] = slots + np.arange(counts[cut].sum())
+            joined = np.zeros((len(cut), _WORK_FIELDS), dtype=np.int64)
+            joined[:] = (start, 0, rows, 0, 0, 0, 0, 0)
+            joined[:, 1], joined[:, 4] = row0[cut], counts[cut]
+            joined[:, 3] = slots + np.cumsum(counts[cut]) - counts[cut]
+            splits.append(joined)
+            slots += int(counts[cut].sum())
+    empty = [np.zeros((0, _WORK_FIELDS), dtype=np.int64)]
+    listed = np.concatenate(work or empty)
     listed = listed[np.argsort(listed[:, 5] - listed[:, 6], kind="stable")]
-    return listed.astype(np.int32), np.array(splits, dtype=np.int32).reshape(-1, _WORK_FIELDS), slots
+    return listed.astype(np.int32), np.concatenate(splits or empty).astype(np.int32), slots
+
+
+def _ranks(counts: np.ndarray) -> np.ndarray:
+    """0 to count - 1 for each of `counts`, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 # ---- Launch ----------------------------------------------------------------------------------------------------------

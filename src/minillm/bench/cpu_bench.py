@@ -22,7 +22,7 @@ from minillm.bench.cpu_worker import Worker
 from minillm.core.errors import MiniLLMError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from minillm.bench.program import Cells
 
 MODEL = "smollm2-135m"
 ENGINE = "minillm"
@@ -199,30 +199,33 @@ def _check_parity(baseline: Worker, prompts: Sequence[list[int]], new_tokens: in
             raise ParityError(f"prompt {index}: the engine's float32 tokens differ from {BASELINE}'")
 
 
-def report(rows: Sequence[Mapping[str, str]]) -> list[Table]:
-    """Tables of medians and ratios from the rows of a CSV file."""
+def tables(rows: Sequence[Mapping[str, str]]) -> dict[str, Cells]:
+    """Tables of medians and ratios from the rows of a CSV file, by title."""
     first = rows[0]
     where = f"{first['device']}, {first['cores']} cores, {first['date']}, commit {first['commit']}"
     versions = f"torch {first['torch']}, transformers {first['transformers']}"
-    tables = []
+    made: dict[str, Cells] = {}
     for workload in dict.fromkeys(row["workload"] for row in rows):
         chosen = [row for row in rows if row["workload"] == workload]
         title = f"{workload} ({where}; {versions})"
-        tables.append(_load_table(title, chosen) if workload == "load" else _table(title, chosen))
-    return tables
+        made[title] = _load_cells(chosen) if workload == "load" else _cells(chosen)
+    return made
 
 
-def _by_contender(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
-    names = dict.fromkeys(row["contender"] for row in rows)
-    return {name: [row for row in rows if row["contender"] == name] for name in names}
+def by_contender(rows: Sequence[Mapping[str, str]], workload: str) -> dict[str, list[float]]:
+    """Of one workload, the figures of each contender's runs: seconds of `load`, tokens per second of the others."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["workload"] == workload:
+            seconds = float(row["seconds"])
+            value = seconds if workload == "load" else float(row["tokens"]) / seconds
+            found.setdefault(row["contender"], []).append(value)
+    return found
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+def _cells(rows: Sequence[Mapping[str, str]]) -> Cells:
     """Tokens per second; the ratio says how many times as fast as the other the engine is."""
-    rates = {
-        name: [float(row["tokens"]) / float(row["seconds"]) for row in runs]
-        for name, runs in _by_contender(rows).items()
-    }
+    rates = by_contender(rows, rows[0]["workload"])
     mine = statistics.median(rates[ENGINE])
     memory = rows[0]["peak_bytes"]
     lines = []
@@ -232,10 +235,10 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
     columns = ["contender", "tokens/s: median (least-greatest)", "runs", f"{ENGINE} is faster by"]
     if memory:
         columns[-1], lines[0][-1] = "peak resident memory", f"{float(memory) / 2**30:.2f} GiB"
-    return common.make_table(title, columns, lines)
+    return columns, lines
 
 
-def _load_table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    seconds = {name: [float(row["seconds"]) for row in runs] for name, runs in _by_contender(rows).items()}
+def _load_cells(rows: Sequence[Mapping[str, str]]) -> Cells:
+    seconds = by_contender(rows, "load")
     lines = [[name, common.Summary.of(values).text(".2f"), str(len(values))] for name, values in seconds.items()]
-    return common.make_table(title, ["contender", "seconds to ready: median (least-greatest)", "runs"], lines)
+    return ["contender", "seconds to ready: median (least-greatest)", "runs"], lines

@@ -1,14 +1,13 @@
-"""Plots of the kernel benchmarks, drawn from saved rows. matplotlib comes with the `benchmark` extra."""
+"""Plots of the kernel benchmarks, drawn from saved rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from minillm.bench import materialize, paged_attention, peers
+from minillm.bench import drawing, materialize, paged_attention, peers
 from minillm.bench.timing import PathTime
-from minillm.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,30 +36,6 @@ LABELS = {
 }
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'minillm-runtime[benchmark]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def has_matplotlib() -> bool:
-    """Whether plots can be drawn here."""
-    import importlib.util
-
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    _pyplot().close(figure)
-
-
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -81,7 +56,7 @@ def _curve(axes: Axes, rows: Rows, path: str, label: str) -> None:
 
 def draw_paged_attention(rows: Rows, path: Path) -> None:
     """Time of each path by length, and the direct path's speed-up over the others, as one PNG."""
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8))
     lengths = [int(row["context_len"]) for row in rows]
     for name in paged_attention.PATHS:
@@ -98,12 +73,12 @@ def draw_paged_attention(rows: Rows, path: Path) -> None:
     right.legend(fontsize=8)
     right.set_title("Direct against the others")
     figure.suptitle(paged_attention.provenance(rows), fontsize=8)
-    _save(figure, path)
+    drawing.save(figure, path)
 
 
 def draw_materialize(rows: Rows, path: Path) -> None:
     """Time and bandwidth of each copy by length, as one PNG."""
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8))
     lengths = [int(row["context_len"]) for row in rows]
     labels = {**LABELS, "token_loop": "token loop, 1 layer", "all_layers": f"gather, {rows[0]['layers']} layers"}
@@ -120,12 +95,12 @@ def draw_materialize(rows: Rows, path: Path) -> None:
     row = rows[0]
     where = f"{row['device']}, {row['dtype']}, block size {row['block_size']}, commit {row['commit']}, {row['date']}"
     figure.suptitle(where, fontsize=8)
-    _save(figure, path)
+    drawing.save(figure, path)
 
 
 def draw_peers(rows: Rows, path: Path) -> None:
     """Best peer's time over ours, per shape and family of peers, as one PNG."""
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot()
     items = [item for item in peers.comparisons(rows) if peers.OURS in item.best]
     families = [name for name in ("flashinfer", "torch") if any(name in item.best for item in items)]
     figure, axes = pyplot.subplots(figsize=(10, 0.42 * len(items) + 1.6))
@@ -143,4 +118,4 @@ def draw_peers(rows: Rows, path: Path) -> None:
     axes.legend(fontsize=8)
     table = rows[0]["table"]
     axes.set_title(f"Paged {table} attention\n{peers.provenance(rows)}", fontsize=8)
-    _save(figure, path)
+    drawing.save(figure, path)

@@ -118,6 +118,8 @@ class RunResult:
     """From the start to the last commit."""
     num_layers: int
     bytes_per_block: int
+    outputs: list[list[int]] = field(default_factory=list)
+    """Token ids of each request's output."""
 
     @property
     def output_tokens(self) -> int:

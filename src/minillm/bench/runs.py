@@ -209,6 +209,7 @@ class _Drive:
         """Closed loop: requests that may come as soon as there is a place."""
         self.followers: dict[int, list[int]] = {}
         self.made: dict[int, Request] = {}
+        self.outputs: list[list[int]] = [[] for _ in workload.requests]
         self.live = 0
         self.done = 0
         self.start = 0.0
@@ -230,7 +231,9 @@ class _Drive:
         seconds = self.engine.clock() - self.start
         after = self.scheduler.counters
         counters = Counters(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(Counters)})
-        return RunResult(self.records, recorder.steps, counters, seconds, target.num_layers, target.bytes_per_block)
+        return RunResult(
+            self.records, recorder.steps, counters, seconds, target.num_layers, target.bytes_per_block, self.outputs
+        )
 
     def _set_up(self) -> None:
         if self.workload.longest > self.scheduler.max_model_len:
@@ -271,12 +274,13 @@ class _Drive:
         return request
 
     def _submit_due(self) -> None:
-        now = self.engine.clock() - self.start
-        while self.due and self.due[0][0] <= now:
+        now = self.engine.clock()
+        # The same sum as the one that is waited for: rounded otherwise, its moment might never come.
+        while self.due and self.start + self.due[0][0] <= now:
             due, index = heapq.heappop(self.due)
             self._submit(index, due)
         while self.queue and self.live < (self.concurrency or 0):
-            self._submit(self.queue.popleft(), now)
+            self._submit(self.queue.popleft(), now - self.start)
 
     def _submit(self, index: int, due: float) -> None:
         request = self.made.pop(index, None) or self._make(index, self.workload.requests[index], [])
@@ -292,9 +296,10 @@ class _Drive:
             self.live -= 1
             self.done += 1
             index = int(request.request_id[1:])
+            self.outputs[index] = request.generated_ids
             for follower in self.followers.pop(index, ()):
                 entry = self.workload.requests[follower]
-                self.made[follower] = self._make(follower, entry, request.input_ids + request.generated_ids)
+                self.made[follower] = self._make(follower, entry, request.input_ids + self.outputs[index])
                 if self.concurrency is None:
                     heapq.heappush(self.due, (max(entry.arrival, self.records[index].finish + entry.think), follower))
                 else:

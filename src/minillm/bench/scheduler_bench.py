@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count
-from pathlib import Path
 from random import Random
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
@@ -29,7 +28,6 @@ from minillm.core.sampling_params import SamplingParams
 from minillm.core.scheduler import ContinuousScheduler
 
 RUNNING = (1, 16, 64, 256, 1024)
-DEFAULT_CSV = common.RESULTS / "scheduler.csv"
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (32, 512)
 OUTPUT_TOKENS = (64, 448)
@@ -197,49 +195,24 @@ def measure(running: int, *, steps: int = 1000, seed: int = 0) -> SchedulerCost:
     )
 
 
-def print_table(costs: Sequence[SchedulerCost]) -> None:
-    """Print the measurements as a table."""
-    from rich.console import Console
-
-    where = f"{costs[0].device}, Python {costs[0].python}, {costs[0].commit}, {costs[0].date}" if costs else ""
-    title = f"schedule + commit per step, us (medians but for p99); joins, tokens and evicted blocks per step\n{where}"
-    columns = ("running", "median", "p99", "CPU", "schedule", "commit", "joins", "tokens", "evicted")
-    rows = [
-        (
-            str(cost.running),
-            f"{cost.median_us:.0f}",
-            f"{cost.p99_us:.0f}",
-            f"{cost.cpu_median_us:.0f}",
-            f"{cost.schedule_median_us:.0f}",
-            f"{cost.commit_median_us:.0f}",
-            f"{cost.joins_per_step:.2f}",
-            f"{cost.tokens_per_step:.0f}",
-            f"{cost.evictions_per_step:.1f}",
-        )
-        for cost in costs
-    ]
-    Console().print(common.make_table(title, columns, rows))
+def table_cells(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Column names and cells of saved rows: microseconds per step (medians but for p99), and what a step does."""
+    columns = ["running", "median, us", "p99", "CPU", "schedule", "commit", "joins", "tokens", "evicted blocks"]
+    cells = []
+    for cost in map(SchedulerCost.from_row, rows):
+        times = (cost.median_us, cost.p99_us, cost.cpu_median_us, cost.schedule_median_us, cost.commit_median_us)
+        load = (f"{cost.joins_per_step:.2f}", f"{cost.tokens_per_step:.0f}", f"{cost.evictions_per_step:.1f}")
+        cells.append([str(cost.running), *(f"{time:.0f}" for time in times), *load])
+    return columns, cells
 
 
 def run(
-    *,
-    running: Sequence[int] = RUNNING,
-    steps: int = 1000,
-    seed: int = 0,
-    output: Path | None = DEFAULT_CSV,
-    from_csv: Path | None = None,
-) -> list[SchedulerCost]:
-    """Measure each number of running requests, print the table and write the CSV (`output`; None writes none).
-
-    With `from_csv` nothing is measured: the table of an earlier run is printed.
-    """
-    if from_csv is not None:
-        costs = [SchedulerCost.from_row(row) for row in common.read_csv(from_csv)]
-        print_table(costs)
-        return costs
-    costs = [measure(number, steps=steps, seed=seed) for number in running]
-    print_table(costs)
-    if output is not None:
-        common.write_csv(output, [asdict(cost) for cost in costs])
-        print(f"wrote {output}")
-    return costs
+    *, running: Sequence[int] = RUNNING, steps: int = 1000, seed: int = 0, progress: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Measure each number of running requests; one row each."""
+    rows = []
+    for number in running:
+        cost = measure(number, steps=steps, seed=seed)
+        progress(f"{number:5,} running: {cost.median_us:.0f} us per step (p99 {cost.p99_us:.0f})")
+        rows.append({**asdict(cost), "seed": seed})
+    return rows

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from minillm.cli import bench as _bench  # noqa: F401  (its commands)
 from minillm.cli import console
-from minillm.cli.bench import bench_app
+from minillm.cli.bench_frame import bench_app
 from minillm.cli.chat import chat
 from minillm.cli.doctor import doctor
 from minillm.cli.generate import generate

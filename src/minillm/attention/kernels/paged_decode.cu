@@ -41,7 +41,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kTile = 16;  // tokens
 constexpr int kHeads = 8;  // query heads of an item
-constexpr int kRing = 16;  // item numbers that a thread block remembers
+constexpr int kRing = 32;  // item numbers that a thread block remembers
 
 template <int kDim>
 struct Shape {
@@ -54,6 +54,7 @@ struct Shape {
     static constexpr int kOwn = ceil_div(kSteps, kWarps);     // tiles of O^T that a warp merges
     static constexpr int kTilesPerWarp = kDim <= 128 ? 2 : 1;  // of a round; two accumulators of 256 don't fit
     static constexpr int kLoads = kChunks * kTile / kWarp;    // copies of a lane for K, and as many for V
+    static constexpr int kPartial = kSteps * kWarp + 4;       // float4 of a partial result in the workspace
     static constexpr int kLevels = kDim <= 128 ? 3 : 1;  // of the Stack in registers
     static constexpr int kAtOnce = kDim <= 128 ? 8 : 4;       // partial results that a thread merges at a time
     static constexpr bool kEarlyQ = kDim <= 128;              // registers for the next item's queries
@@ -121,12 +122,14 @@ struct Stack {
 
     // Nodes `first` to `index` have come, this one included. If it is the last, `node` becomes the merger of all.
     __device__ __forceinline__ void push(Partial<kCount>& node, int index, int first, bool last) {
+        if (last && index == first) return;
         bool placed = false;
 #pragma unroll
         for (int level = 0; level < kLevels; ++level) {
             const int at = index >> level;
             if (!placed && (at & 1) && (at << level) > first) merge(levels[level], node);
-            const bool here = !placed && !(at & 1) && !last;
+            if (last) continue;
+            const bool here = !placed && !(at & 1);
             levels[level].select(here, node);  // a branch would make the compiler index `levels` in local memory
             placed |= here;
         }
@@ -175,12 +178,12 @@ struct Args {
     const T* v_cache;
     const int* tables;  // [num_seqs, ...], rows at table_stride
     const int4* plan;
-    float4* partials;   // [slot][head item][kDim / 16][lane]: O, as in Partial
-    float4* sums;       // [slot][head item][4]: m and l of heads 2i and 2i + 1
+    float4* partials;   // [slot][head item]: O as in Partial [kDim / 16][lane], m and l of heads 2i and 2i + 1 [4]
     float4* spill;      // [thread block], spill_stride each: columns of its Stack
     int* arrivals;      // [level][slot][head item]; zero between launches
     int* counters;      // items handed out, thread blocks that are done; zero between launches
-    i64 table_stride, q_stride, out_stride, block_stride, spill_stride;
+    i64 table_stride, q_stride, out_stride, spill_stride;
+    u32 block_stride;    // in 16-byte units
     Divisor head_items;  // of an entry: KV heads * chunks
     Divisor chunks;      // of at most 8 query heads of a KV head's group
     int max_items;      // slots * head_items
@@ -192,6 +195,13 @@ struct Args {
 __device__ __forceinline__ void copy16_streaming(u32 dst, const void* src, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy)
                  : "memory");
+}
+
+// A load that stays where it stands: the compiler puts others behind branches that depend on earlier loads.
+__device__ __forceinline__ int4 load_now(const int4* p) {
+    int4 v;
+    asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
 }
 
 __device__ __forceinline__ u64 evict_first_policy() {
@@ -324,17 +334,26 @@ struct Loader {
         }
     }
 
+    // `low` and `high`: where the tile's first 8 tokens lie in the caches, and where the others would start from so that
+    // they lie behind them; in 16-byte units. What a lane copies is kWarp units apart, so most of the address is constant.
     template <bool kWhole>
-    __device__ __forceinline__ void copy_tile(u32 stage, i64 low, i64 high, int token) const {
+    __device__ __forceinline__ void copy_tile(u32 stage, u64 low, u64 high, int token) const {
+        constexpr int kRows = S::kSwizzled ? kWarp / S::kChunks : 0;  // rows that the warp copies at a time
         const int lane = threadIdx.x % kWarp;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const T* const cache = (half ? a.v_cache : a.k_cache) + lane * 8;
+            const uint4* const cache = reinterpret_cast<const uint4*>(half ? a.v_cache : a.k_cache) + lane;
+            const uint4 *const from_low = cache + low, *const from_high = cache + high;
 #pragma unroll
             for (int i = 0; i < S::kLoads; ++i) {
-                const int index = i * kWarp + lane, row = index / S::kChunks;
-                const T* const from = cache + (row < 8 ? low : high) + i * kWarp * 8;
-                const u32 to = stage + half * S::kTileBytes + S::offset(row, index % S::kChunks);
+                const int row = S::kSwizzled ? i * kRows + lane / S::kChunks : (i * kWarp + lane) / S::kChunks;
+                u32 to = stage + half * S::kTileBytes;
+                // A swizzled row is i * kRows, whose bits are constant, with lane / kChunks below them.
+                if constexpr (S::kSwizzled)
+                    to += i * kRows * S::kPitch + (S::offset(lane / S::kChunks, lane % S::kChunks) ^ (i * kRows & 7) * 16);
+                else to += (i * kWarp + lane + row) * 16;
+                const bool first = S::kSwizzled ? i * kRows < 8 : row < 8;
+                const uint4* const from = (first ? from_low : from_high) + i * kWarp;
                 if constexpr (kWhole) copy16_streaming(to, from, policy);
                 else cp_async16(to, from, token + row >= item.begin && token + row < item.end);
             }
@@ -346,12 +365,12 @@ struct Loader {
         if (number < schedule.total) {
             const int token = token_at(item, position, pair_shift);
             if (item.touches(token)) {
-                const int block_size = 1 << a.block_shift;
-                const i64 in_block = (i64(kv_head) * block_size + (token & (block_size - 1))) * kDim;
-                const i64 low = __shfl_sync(kFullWarp, ids[0], position % kWarp) * a.block_stride + in_block;
-                i64 high = low;
+                const u64 in_block = (kv_head << a.block_shift | token & (1 << a.block_shift) - 1) * S::kChunks;
+                const u64 low = u64(u32(__shfl_sync(kFullWarp, ids[0], position % kWarp))) * a.block_stride + in_block;
+                u64 high = low;
                 if (a.block_shift == 3)
-                    high = __shfl_sync(kFullWarp, ids[1], position % kWarp) * a.block_stride + in_block - 8 * kDim;
+                    high = u64(u32(__shfl_sync(kFullWarp, ids[1], position % kWarp))) * a.block_stride + in_block -
+                           8 * S::kChunks;
                 if (item.covers(token)) copy_tile<true>(stage, low, high, token);
                 else copy_tile<false>(stage, low, high, token);
             }
@@ -474,16 +493,11 @@ __device__ __forceinline__ void exchange(float4* shared_o, float4* shared_sums, 
     node = part[3];
 }
 
-// Where a thread's share of a partial result lies in the workspace.
+// Where a thread's share of a partial result lies in the workspace: O of its first tile of O^T, the next kWarps * kWarp
+// float4 further; m and l behind all of O.
 template <typename T, int kDim>
-__device__ __forceinline__ float4* workspace_o(const Args<T>& a, int slot, int head, int i) {
-    const int tile = threadIdx.x / kWarp + i * kWarps;
-    return a.partials + ((i64(slot) * int(a.head_items.divisor) + head) * Shape<kDim>::kSteps + tile) * kWarp + threadIdx.x % kWarp;
-}
-
-template <typename T>
-__device__ __forceinline__ float4* workspace_sums(const Args<T>& a, int slot, int head) {
-    return a.sums + (i64(slot) * int(a.head_items.divisor) + head) * 4 + threadIdx.x % 4;
+__device__ __forceinline__ float4* workspace(const Args<T>& a, int slot, int head) {
+    return a.partials + (i64(slot) * int(a.head_items.divisor) + head) * Shape<kDim>::kPartial;
 }
 
 template <typename T, int kDim>
@@ -491,38 +505,40 @@ __device__ __forceinline__ void write_partial(const Args<T>& a, int slot, int he
                                               const Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
     if (2 * (int(threadIdx.x) % 4) >= heads) return;
-    if (threadIdx.x < 4)
-        *workspace_sums(a, slot, head) = make_float4(node.m[0], node.l[0], node.m[1], node.l[1]);
+    float4* const to = workspace<T, kDim>(a, slot, head);
+    if (threadIdx.x < 4) to[S::kSteps * kWarp + threadIdx.x] = make_float4(node.m[0], node.l[0], node.m[1], node.l[1]);
 #pragma unroll
     for (int i = 0; i < S::kOwn; ++i)
         if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + i * kWarps < S::kSteps)
-            *workspace_o<T, kDim>(a, slot, head, i) =
-                make_float4(node.o[i][0], node.o[i][1], node.o[i][2], node.o[i][3]);
+            to[i * kThreads + threadIdx.x] = make_float4(node.o[i][0], node.o[i][1], node.o[i][2], node.o[i][3]);
 }
 
-// node = the merger of the partial results in slots slot_of(i), begin <= i < end, at most 2 * kAtOnce of them in an
-// aligned block of the tree that starts at `base`.
-template <typename T, int kDim, typename SlotOf>
-__device__ __forceinline__ void merge_slots(const Args<T>& a, int head, int heads, int base, int begin, int end,
-                                            SlotOf slot_of, Partial<Shape<kDim>::kOwn>& node) {
+// node = the merger of up to 2 * kAtOnce partial results, those with begin <= i < end of the block of the tree that
+// starts at i = base. The one of `begin` lies at `first_place`, the others would follow one that lies at `place` if i =
+// base were there, `stride` float4 after each other.
+template <int kDim>
+__device__ __forceinline__ void merge_slots(const float4* first_place, const float4* place, i64 stride, int base,
+                                            int begin, int end, Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
-    const int warp = threadIdx.x / kWarp;
-    const bool used = 2 * (int(threadIdx.x) % 4) < heads;
+    // Lanes of heads that the group does not have read what nobody wrote; it stays in their own columns.
     Partial<S::kOwn> before;
 #pragma unroll 1
     for (int first = base; first < end; first += S::kAtOnce) {
         Partial<S::kOwn> part[S::kAtOnce];
 #pragma unroll
         for (int j = 0; j < S::kAtOnce; ++j) {
-            part[j].clear();
-            if (!used || first + j < begin || first + j >= end) continue;
-            const int slot = slot_of(first + j);
-            const float4 ml = __ldcg(workspace_sums(a, slot, head));
-            part[j].m[0] = ml.x, part[j].l[0] = ml.y, part[j].m[1] = ml.z, part[j].l[1] = ml.w;
+            const bool there = first + j >= begin && first + j < end;
+            const float4* const from = there && first + j != begin ? place : first_place;
+            place += stride;
+            const float4 ml = __ldcg(from + S::kSteps * kWarp + threadIdx.x % 4);
+            // What is not there weighs nothing; its other values are those of a neighbour.
+            part[j].m[0] = there ? ml.x : -INFINITY, part[j].l[0] = there ? ml.y : 0.0f;
+            part[j].m[1] = there ? ml.z : -INFINITY, part[j].l[1] = there ? ml.w : 0.0f;
 #pragma unroll
             for (int i = 0; i < S::kOwn; ++i) {
-                if (S::kSteps % kWarps != 0 && warp + i * kWarps >= S::kSteps) continue;
-                const float4 o = __ldcg(workspace_o<T, kDim>(a, slot, head, i));
+                float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + i * kWarps < S::kSteps)
+                    o = __ldcg(from + i * kThreads + threadIdx.x);
                 part[j].o[i][0] = o.x, part[j].o[i][1] = o.y, part[j].o[i][2] = o.z, part[j].o[i][3] = o.w;
             }
         }
@@ -547,6 +563,7 @@ __device__ __forceinline__ bool hand_over(const Args<T>& a, const Item& item, Sp
     int index = item.start >> shift, below = 0;  // this node among those of its level; levels below, as a shift
 #pragma unroll 1
     for (int* counters = a.arrivals; span.end - span.begin > 1; counters += a.max_items) {
+        // A node takes the slot of its first item. Window or not, slots count from the first item that there is.
         const auto slot_of = [&](int i) { return item.slot + max(i << below, first_item) - first_item; };
         const int count = span.end - span.begin;
         const int fan = kShift + (count <= 2 << kShift || count > 1 << 2 * kShift);  // fewer levels, or shorter ones
@@ -561,7 +578,10 @@ __device__ __forceinline__ bool hand_over(const Args<T>& a, const Item& item, Sp
         }
         __syncthreads();
         if (!is_last) return false;
-        merge_slots<T, kDim>(a, item.head, heads, base, begin, end, slot_of, node);
+        const i64 stride = i64(a.head_items.divisor) * Shape<kDim>::kPartial << below;
+        merge_slots<kDim>(workspace<T, kDim>(a, slot_of(begin), item.head),
+                          workspace<T, kDim>(a, item.slot + (base << below) - first_item, item.head), stride, base, begin,
+                          end, node);
         index >>= fan, below += fan;
         span = {span.begin >> fan, ((span.end - 1) >> fan) + 1};
     }
@@ -591,24 +611,24 @@ __device__ __forceinline__ void write_out(const Args<T>& a, const Item& item, in
 }
 
 template <int kDim>
-constexpr int kResidentBlocks = kDim == 64 ? 3 : kDim == 256 ? 1 : 2;
+constexpr int kResidentBlocks = kDim == 256 ? 1 : 2;
 
 // Arguments as in Args. grid: multiprocessors * resident blocks. Strides in elements, spill_stride in float4. window 0:
 // none; cap_log2 0: no soft cap. `plan` was made by paged_decode_plan for this window, or without one.
 template <typename T, int kDim, int kStages>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDim>)
 paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* tables, const int4* plan,
-             float4* partials, float4* sums, float4* spill, int* arrivals, int* counters, i64 table_stride,
-             i64 q_stride, i64 out_stride, i64 block_stride, i64 spill_stride, Divisor head_items, Divisor chunks,
+             float4* partials, float4* spill, int* arrivals, int* counters, i64 table_stride,
+             i64 q_stride, i64 out_stride, i64 spill_stride, u32 block_stride, Divisor head_items, Divisor chunks,
              int max_items, int group, int block_shift, int window, float scale_log2, float cap_log2, float scale_by_cap) {
     using S = Shape<kDim>;
     constexpr int kAhead = kStages + 3;  // the copies of item k + kStages end with looking up the number two further
     static_assert(2 * kAhead <= kRing, "numbers are kept until the computing half is done with them");
     extern __shared__ __align__(1024) u8 shared[];
-    const Args<T> a{out,          q,          k_cache,    v_cache,  tables,   plan,         partials,
-                    sums,         spill,      arrivals,   counters, table_stride, q_stride, out_stride,
-                    block_stride, spill_stride, head_items, chunks, max_items, group,       block_shift,
-                    window,       scale_log2, cap_log2,   scale_by_cap};
+    const Args<T> a{out,      q,        k_cache,  v_cache,    tables,       plan,         partials,
+                    spill,    arrivals, counters, table_stride, q_stride,   out_stride,   spill_stride,
+                    block_stride, head_items, chunks, max_items, group,     block_shift,  window,
+                    scale_log2, cap_log2, scale_by_cap};
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const u32 stages = smem_addr(shared) + warp * kStages * S::kStageBytes;
     float4* const shared_o = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
@@ -616,14 +636,16 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
     int* const ring = reinterpret_cast<int*>(shared_sums + kWarps * 4);
     bool& is_last = *reinterpret_cast<bool*>(ring + kRing);
 
-    // A plan has room for two entries of each thread block, so they are read before its length is known.
-    int4 entry = __ldg(plan + 1 + head_items.quotient(blockIdx.x));
-    int4 next_entry = __ldg(plan + 1 + head_items.quotient(blockIdx.x + gridDim.x));
-    const int4 header = __ldg(plan);
+    // A plan has room for an entry of each thread block, so it is read before the plan's length is known.
+    const int4 header = load_now(plan);
+    int4 entry = load_now(plan + 1 + head_items.quotient(blockIdx.x));
     const int shift = header.y, plan_window = header.z;
     const int pair_shift = S::kTilesPerWarp == 1 || shift == kMinItemShift ? 0 : 1;
     const Schedule<kAhead> schedule{header.x * int(head_items.divisor), ring};
     if (int(blockIdx.x) >= schedule.total) return;
+    int stage = 0, number = blockIdx.x, next_number = schedule.number(1);
+    int4 next_entry = {};
+    if (next_number < schedule.total) next_entry = load_now(plan + 1 + head_items.quotient(next_number));
 
     Loader<T, kDim, kAhead> loader(a);
     loader.schedule = schedule, loader.shift = shift, loader.pair_shift = pair_shift;
@@ -645,7 +667,6 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) loader.issue(stages + i * S::kStageBytes);
 
-    int stage = 0, number = blockIdx.x, next_number = schedule.number(1);
     for (int k = 0;; ++k) {
         Item item;
         item.set(entry, head_items.remainder(number), window, shift, pair_shift + 6);

@@ -33,9 +33,9 @@ __device__ int block_scan(int value, int* scratch, int& total) {
 }
 
 // The estimated time of a step, in ns, if its items have `size` tokens. Items are computed in waves of one per thread
-// block. A wave takes as long as its bytes, or as a single item, whichever is more; the last wave may be a small one.
-// Where lengths differ, items are shorter than `size` and thread blocks that finish early take more of them, so what
-// counts is the sum of tokens and the last item. Then come the steps in which partial results meet.
+// block; a wave takes the time of its bytes or that of one item, whichever is longer, and some of the other. Where
+// lengths differ, thread blocks that finish early take more items, so what counts is all tokens and the last item. Then
+// come the steps in which partial results meet. Constants: see cuda_decode.py.
 struct Costs {
     float token_bytes;  // reading a token's K and V of one head, at the rate of the whole device
     float token;        // computing a token in a thread block that has no lack of data
@@ -43,12 +43,15 @@ struct Costs {
     float level;        // a step of merging
 };
 
+__device__ float wave(float bytes, float item) { return fmaxf(bytes, item) + 0.25f * fminf(bytes, item); }
+
 __device__ float estimate(const Costs& cost, float tokens, float longest, float items, int size, int grid) {
-    const float length = fminf(size, longest), one = length * cost.token + cost.item;
+    const float length = fminf(size, longest);
+    const float item = fmaxf(length, 100.0f) * cost.token + cost.item;  // half a round takes most of a round's time
     const float waves = floorf(items / grid), rest = items - waves * grid;
-    const float even = waves * fmaxf(grid * length * cost.token_bytes, one) +
-                       (rest > 0.0f ? fmaxf(rest * length * cost.token_bytes, one) : 0.0f);
-    const float uneven = fmaxf(tokens * cost.token_bytes, (tokens * cost.token + items * cost.item) / grid) + one;
+    const float even = waves * wave(grid * length * cost.token_bytes, item) +
+                       (rest > 0.0f ? wave(rest * length * cost.token_bytes, item) : 0.0f);
+    const float uneven = wave(tokens * cost.token_bytes, (tokens * cost.token + items * cost.item) / grid) + item;
     const float parts = ceilf(longest / size);
     const float levels = parts <= 1 ? 0.0f : parts <= 8 ? 1.0f : parts <= 16 ? 1.5f : parts <= 64 ? 2.0f : 3.0f;
     return fminf(even, uneven) + levels * cost.level;

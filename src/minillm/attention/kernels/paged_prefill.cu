@@ -88,15 +88,16 @@ paged_prefill(const T* __restrict__ q, i64 q_token_stride, const T* __restrict__
             if (tile * N + N - 1 > work.pos0 + work.row0 / group ||
                 (window > 0 && tile * N <= work.pos0 + (work.row0 + kTileRows - 1) / group - window))
                 rows.mask<N>(s, tile * N, window);
+            rows.exponents<N>(s, exponent_scale);
+            u32 p[N / 4];
             float shrink[2];
-            rows.weigh<N, 0>(s, exponent_scale, shrink);
+            if (rows.add<T, N, 0>(s, p, shrink, tile == end - 1)) {
 #pragma unroll
-            for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i / 2 % 2];
+                for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i / 2 % 2];
+            }
 #pragma unroll
             for (int k = 0; k < N / 16; ++k) {
-                u32 a[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) a[i] = pack2<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+                const u32 a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
 #pragma unroll
                 for (int j = 0; j < D / 16; ++j) {
                     u32 b[4];
@@ -108,7 +109,7 @@ paged_prefill(const T* __restrict__ q, i64 q_token_stride, const T* __restrict__
         }
         cp_async_wait<0>();
         const PrefillOutput<T> to{out, partial, partial_lse, kTileRows};
-        store_rows<T, D>(o, rows, work, to, head, num_kv_heads, group, tile_row, kTileRows, exponent_scale);
+        store_rows<T, D>(o, rows, work, to, head, num_kv_heads, group, tile_row, kTileRows);
         __syncthreads();
     }
 }

@@ -39,8 +39,9 @@ struct PrefillWork {
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// A weight may grow to 2^8 before its row's maximum is renewed and older results are rescaled (FlashAttention-4).
-constexpr float kMaxSlack = 8.f;
+// Weights are relative to a row's base, which is renewed only when a thread's share of a tile's weights sums up to more
+// than this: fp16 weights stay finite, and nearly every tile is spared the search for its maximum.
+constexpr float kMaxWeights = 16384.f;
 
 // tanh as (e - 1) / (e + 1), e = 2^(2 x log2 e): 1e-6 absolute. tanh.approx is off by 5e-4, which a soft cap of 50
 // would turn into percents of a weight.
@@ -50,9 +51,9 @@ __device__ __forceinline__ float tanh_accurate(float x) {
 }
 
 // 2^x on the FMA units: Cody-Waite with a minimax cubic on [-1/2, 1/2], 1.0e-4 relative (FlashAttention-4 does the
-// same with another cubic). 2^-127 and less give exactly 0.
+// same with another cubic). 2^-127 and less give exactly 0, 2^127 is the largest result.
 __device__ __forceinline__ float exp2_cubic(float x) {
-    x = fmaxf(x, -127.f);
+    x = fminf(fmaxf(x, -127.f), 127.f);
     const float shifted = x + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
     const float f = x - (shifted - 12582912.f);
     float p = fmaf(0.0550089329f, f, 0.242210999f);
@@ -62,16 +63,23 @@ __device__ __forceinline__ float exp2_cubic(float x) {
 }
 
 // The two rows of a thread in the tile's softmax.
+//
+// FlashAttention's online softmax takes the maximum of every tile of scores and rescales older results when it grew.
+// Any base will do as long as the weights 2^(score - base) neither overflow nor vanish, so here the base is the maximum
+// of the first tile in which the row sees a key, and later tiles are weighed with it at once. Only if the weights' sum,
+// which is needed anyway, comes out large is the maximum taken and the tile weighed again. That spares a third of the
+// instructions and the wait for the maximum across lanes. (FlashAttention-4 skips the rescaling the same way, but not
+// the maximum.) Whether a row's base is renewed follows from the row alone.
 struct SoftmaxRows {
-    int pos[2];    // position of the row's query
-    float max[2];  // scores are relative to this; -inf before the first key
-    float sum[2];  // of this thread's columns only
+    int pos[2];     // position of the row's query
+    float base[2];  // log2 of the unit of weights; -inf before the first key
+    float sum[2];   // of weights, this thread's columns only
 
     __device__ __forceinline__ void start(const PrefillWork& work, int tile_row, int group) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             pos[r] = work.pos0 + (work.row0 + tile_row + 8 * r) / group;
-            max[r] = minus_infinity();
+            base[r] = minus_infinity();
             sum[r] = 0.f;
         }
     }
@@ -92,35 +100,74 @@ struct SoftmaxRows {
         }
     }
 
-    // Turns scores into weights 2^((s - max) scale); older results are to be multiplied by `shrink`. One weight in
-    // `CubicEvery` (0: none) is computed on the FMA units, which have slots left, not on the exponential unit.
-    template <int N, int CubicEvery>
-    __device__ __forceinline__ void weigh(float (&s)[N / 2], float scale, float (&shrink)[2]) {
+    // Scores to exponents: log2 of weights.
+    template <int N>
+    __device__ __forceinline__ void exponents(float (&s)[N / 2], float scale) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float top = s[2 * r];
-#pragma unroll
-            for (int j = 0; j < N / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-            top = warp_max<4>(top);
-            shrink[r] = 1.f;
-            if ((top - max[r]) * scale > kMaxSlack) {
-                shrink[r] = exp2_fast((max[r] - top) * scale);
-                max[r] = top;
-            }
-            const float base = max[r] == minus_infinity() ? 0.f : max[r] * scale;
-            float total = 0.f;
+            const float shift = base[r] == minus_infinity() ? 0.f : base[r];
 #pragma unroll
             for (int j = 0; j < N / 8; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = s[4 * j + 2 * r + e];
-                    x = fmaf(x, scale, -base);
-                    if (CubicEvery > 0 && (2 * j + e) % (CubicEvery > 0 ? CubicEvery : 1) == 0) x = exp2_cubic(x);
-                    else x = exp2_fast(x);
-                    total += x;
-                }
-            sum[r] = sum[r] * shrink[r] + total;
+                for (int e = 0; e < 2; ++e) s[4 * j + 2 * r + e] = fmaf(s[4 * j + 2 * r + e], scale, -shift);
         }
+    }
+
+    // Exponents x to weights p, packed as the A operand of the second product; adds up `total`. One weight in
+    // `CubicEvery` (0: none) is computed on the FMA units, which have slots left, not on the exponential unit.
+    template <typename T, int N, int CubicEvery>
+    static __device__ __forceinline__ void weights(const float (&x)[N / 2], u32 (&p)[N / 4], float (&total)[2]) {
+        total[0] = total[1] = 0.f;
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i) {  // pair i is of row i % 2
+            const bool cubic = CubicEvery > 0 && i / 2 % (CubicEvery > 0 ? CubicEvery / 2 : 1) == 0;
+            const float a = cubic ? exp2_cubic(x[2 * i]) : exp2_fast(x[2 * i]);
+            const float b = exp2_fast(x[2 * i + 1]);
+            total[i % 2] += a;
+            total[i % 2] += b;
+            p[i] = pack2<T>(a, b);
+        }
+    }
+
+    // Takes a tile's exponents x in; `first` is a tile before which no key was seen. Returns whether older results must
+    // be multiplied by `shrink` (the same answer in all lanes of a warp).
+    template <typename T, int N, int CubicEvery>
+    __device__ __forceinline__ bool add(float (&x)[N / 2], u32 (&p)[N / 4], float (&shrink)[2], bool first) {
+        float total[2] = {0.f, 0.f};
+        if (!first) weights<T, N, CubicEvery>(x, p, total);
+        const bool asked0 = total[0] > kMaxWeights || base[0] == minus_infinity();
+        const bool asked1 = total[1] > kMaxWeights || base[1] == minus_infinity();
+        const bool renewed = __any_sync(kFullWarp, asked0 || asked1);
+        if (renewed) {
+            shrink[0] = renew<N>(x, 0, asked0);
+            shrink[1] = renew<N>(x, 1, asked1);
+            weights<T, N, CubicEvery>(x, p, total);
+        }
+        sum[0] += total[0];
+        sum[1] += total[1];
+        return renewed;
+    }
+
+    // Makes the tile's maximum row r's base, if one of the row's four threads asks for it; returns by how much older
+    // results shrink.
+    template <int N>
+    __device__ __forceinline__ float renew(float (&x)[N / 2], int r, bool asked) {
+        float top = x[2 * r];
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) top = fmaxf(top, fmaxf(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]));
+        top = warp_max<4>(top);
+        const u32 askers = __ballot_sync(kFullWarp, asked) >> (threadIdx.x % kWarp & ~3) & 15;
+        if (askers == 0 || top == minus_infinity()) return 1.f;
+        const bool had_base = base[r] != minus_infinity();
+        const float shrink = had_base ? exp2_fast(-top) : 0.f;
+        base[r] = had_base ? base[r] + top : top;
+        sum[r] *= shrink;
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) {
+            x[4 * j + 2 * r] -= top;
+            x[4 * j + 2 * r + 1] -= top;
+        }
+        return shrink;
     }
 };
 
@@ -144,7 +191,7 @@ struct PrefillOutput {
 template <typename T, int D>
 __device__ __forceinline__ void store_rows(const float (&o)[D / 2], const SoftmaxRows& rows, const PrefillWork& work,
                                            const PrefillOutput<T>& to, int head, int num_kv_heads, int group,
-                                           int tile_row, int rows_in_tile, float scale) {
+                                           int tile_row, int rows_in_tile) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -184,7 +231,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[D / 2], const Softma
             for (int j = 0; j < D / 8; ++j)
                 *reinterpret_cast<float2*>(to.partial + at * D + 8 * j + 2 * t) =
                     make_float2(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
-            if (t == 0) to.partial_lse[at] = sum > 0.f ? rows.max[r] * scale + log2f(sum) : minus_infinity();
+            if (t == 0) to.partial_lse[at] = sum > 0.f ? rows.base[r] + log2f(sum) : minus_infinity();
         }
     }
 }

@@ -1,0 +1,90 @@
+"""What every benchmark program has besides its measuring: how its saved rows become tables, plots and history.
+
+A program's module defines ``PROGRAM``; the commands, `bench all`, `bench report` and `--from-csv` work from that and
+from the CSV file, so that a figure looks the same wherever it is shown.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minillm.bench import history
+from minillm.bench.common import Verdict
+from minillm.bench.history import Entry, Figure
+
+Rows = list[dict[str, str]]
+Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Column names and rows of a table."""
+Draw = Callable[[Rows, Path], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A benchmark program, as a description of what it saved. All functions take the rows of its CSV file.
+
+    - ``name``: of the command; ``title``: of its section in the report.
+    - ``about``: what is measured and how, in a few sentences; first in the section.
+    - ``tables``: by title. ``plots``: from file name to the function that draws it (rows, path of the PNG); the name
+      "" stands for the CSV file's own, with .png.
+    - ``figures``: the headline figures, for the history. ``settings``: what else they depend on, in one short text
+      (model, dtype, sizes): only runs with equal settings are compared.
+    - ``verdicts``: requirements, and whether they are met.
+    """
+
+    name: str
+    title: str
+    about: str
+    tables: Callable[[Rows], Mapping[str, Cells]]
+    plots: Mapping[str, Draw]
+    figures: Callable[[Rows], Sequence[Figure]]
+    settings: Callable[[Rows], str]
+    verdicts: Callable[[Rows], Sequence[Verdict]] = field(default=lambda rows: ())
+    csv_name: str = ""
+
+    @property
+    def csv(self) -> str:
+        """File name of its results."""
+        return self.csv_name or f"{self.name.replace('-', '_')}.csv"
+
+    def draw(self, rows: Rows, csv: Path) -> list[Path]:
+        """Draw all plots beside the CSV file `csv`; returns their paths."""
+        paths = []
+        for name, plot in self.plots.items():
+            path = csv.with_name(name) if name else csv.with_suffix(".png")
+            plot(rows, path)
+            paths.append(path)
+        return paths
+
+    def remember(self, rows: Rows, path: Path = history.HISTORY) -> list[Entry]:
+        """Append the headline figures to the history."""
+        seed = int(rows[0].get("seed") or 0)
+        return history.append(self.name, self.settings(rows), self.figures(rows), rows[0], seed=seed, path=path)
+
+
+PROGRAMS = {
+    "cpu": "saved_programs:CPU",
+    "scheduler": "saved_programs:SCHEDULER",
+    "materialize": "saved_programs:MATERIALIZE",
+    "paged-attention": "saved_programs:PAGED_ATTENTION",
+    "decode-peers": "saved_programs:DECODE_PEERS",
+    "prefill-peers": "saved_programs:PREFILL_PEERS",
+    "swap": "saved_programs:SWAP",
+}
+"""Program -> module of this package and name in it, in the order of the report."""
+
+
+def get_program(name: str) -> Program:
+    """The description of a program."""
+    module, _, attribute = PROGRAMS[name].partition(":")
+    program = getattr(importlib.import_module(f"minillm.bench.{module}"), attribute)
+    assert isinstance(program, Program)
+    return program
+
+
+def provenance(rows: Sequence[Mapping[str, str]], *more: str) -> str:
+    """'device (N cores), commit, date', and what else is given, for under a title."""
+    row = rows[0]
+    return ", ".join([f"{row['device']} ({row['cores']} cores)", *more, f"commit {row['commit']}", row["date"]])
