@@ -70,7 +70,10 @@ def works(workload: Workload, server: Server) -> list[float]:
 
 
 def offered_load(workload: Workload, server: Server) -> float:
-    """Work per second of the workload's duration: from 1 on the queue grows as long as requests come."""
+    """Work per second of the workload's duration: up to 1 the engine is sure to keep up in the long run.
+
+    It manages somewhat more, since a step can have all slots taken and spend all its prefill budget.
+    """
     return sum(works(workload, server)) / workload.duration
 
 
