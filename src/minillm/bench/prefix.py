@@ -27,6 +27,7 @@ from minillm.bench.traces import MOONCAKE_BLOCK, read_mooncake
 from minillm.bench.virtual import H200_8B
 from minillm.bench.wait_bound import Server, offered_load
 from minillm.bench.workloads import LAWS, Segment, Workload, WorkloadRequest, arrivals, shared_prefix
+from minillm.core.block_manager import blocks_for
 from minillm.core.config import SchedulerConfig
 from minillm.core.errors import ConfigError
 
@@ -205,6 +206,8 @@ def measure_model(options: ModelOptions, log: Log) -> Iterator[dict[str, str]]:
                 max_num_seqs=1,
                 max_num_batched_tokens=max(2048, longest),
                 max_model_len=longest,
+                # Room for all: what eviction costs is the trace's subject.
+                num_gpu_blocks_override=blocks_for(longest, 16) * (options.prompts + options.requests),
             )
             warm_up(contenders[cache])
         for prefix in options.prefixes:

@@ -15,6 +15,11 @@ NEAR_LRU = 0.02
 """Greatest difference of the scheduler's hit ratio from the LRU list's."""
 
 
+def _source(rows: Rows) -> str:
+    """The workload, without the scaling that gave it its load."""
+    return rows[0]["workload"].partition(", times x")[0]
+
+
 def _split(rows: Rows) -> tuple[dict[str, str], Rows]:
     """(the run without a cache, the runs with one by size of pool)."""
     (without,) = (row for row in rows if row["cache"] == "off")
@@ -96,9 +101,10 @@ def draw(rows: Rows, path: Path) -> None:
         at = [index + (number - 1) * 0.27 for index in range(len(runs))]
         bars = right.bar(at, values, 0.25, color=drawing.PALETTE[number], label=label)
         right.bar_label(bars, [f"{value:.1f}" for value in values], fontsize=7)
-    right.set_xticks(range(len(runs)), ["without\ncache", *pools])
+    right.set_xticks(range(len(runs)), ["without\ncache", *(pool.replace(" blocks", "") for pool in pools)])
+    right.set_xlabel("pool (blocks)")
     drawing.grid(right, f"Time to first token, load {without['load']} without cache", "seconds (predicted)")
-    drawing.save(figure, path, provenance(rows, without["workload"]))
+    drawing.save(figure, path, provenance(rows, _source(rows)))
 
 
 def _model_medians(rows: Rows, column: str) -> dict[tuple[int, str], Summary]:
@@ -161,13 +167,13 @@ def _model_verdicts(rows: Rows) -> list[Verdict]:
 PROGRAM = Program(
     name="prefix",
     title="Sharing prefixes on a trace",
-    about="The real scheduler over a trace that says who shares what, with blocks of 512 tokens so that one of its hash "
-    "ids is a block, in pools of a share of the distinct blocks; steps charged after an 8B model on one H200, so times "
-    "are predictions. The LRU list is counted apart from the scheduler, prompt after prompt in order of arrival.",
-    tables=lambda rows: {f"Prefix cache by pool ({provenance(rows, rows[0]['workload'])})": table_cells(rows)},
+    about="The real scheduler over a trace that says who shares what, with blocks of 512 tokens so that one of its "
+    "hash ids is a block, in pools of a share of the distinct blocks; steps charged after an 8B model on one H200, so "
+    "times are predictions. The LRU list is counted apart from the scheduler, prompt after prompt in order of arrival.",
+    tables=lambda rows: {f"Prefix cache by pool ({provenance(rows, _source(rows))})": table_cells(rows)},
     plots={"": draw},
     figures=figures,
-    settings=lambda rows: f"load {rows[0]['load']}; {rows[0]['workload']}",
+    settings=lambda rows: f"load {rows[0]['load']}; {_source(rows)}",
     verdicts=verdicts,
 )
 

@@ -65,6 +65,10 @@ class Program:
 
 
 PROGRAMS = {
+    "sla": "sla_program:PROGRAM",
+    "sla-model": "sla_program:MODEL_PROGRAM",
+    "prefix": "prefix_program:PROGRAM",
+    "prefix-model": "prefix_program:MODEL_PROGRAM",
     "cpu": "saved_programs:CPU",
     "scheduler": "saved_programs:SCHEDULER",
     "materialize": "saved_programs:MATERIALIZE",

@@ -21,7 +21,7 @@ from typing import Any
 
 from minillm.bench import common
 from minillm.bench.recording import RequestRecord, RunResult, percentile
-from minillm.bench.runs import drive, open_target, virtual_target, warm_up
+from minillm.bench.runs import Target, drive, open_target, virtual_target, warm_up
 from minillm.bench.traces import read_azure
 from minillm.bench.virtual import H200_8B
 from minillm.bench.wait_bound import Server, offered_load, wait_bounds
@@ -52,9 +52,9 @@ CLASSES = (
     ServiceClass("batch", 2, 120.0, 0.10),
 )
 MODEL_CLASSES = (
-    ServiceClass("interactive", 0, 1.0, 0.10),
-    ServiceClass("code", 1, 5.0, 0.10),
-    ServiceClass("batch", 2, 30.0, 0.20),
+    ServiceClass("interactive", 0, 1.0, 0.25),
+    ServiceClass("code", 1, 5.0, 0.25),
+    ServiceClass("batch", 2, 30.0, 0.50),
 )
 """Objectives of the short run on a real model, which takes seconds where the trace takes minutes."""
 
@@ -104,13 +104,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The short run on a real model: lengths are the trace's divided by `shrink`."""
+    """The short run on a real model: lengths are the trace's divided by `shrink`; policies take turns in `rounds`."""
 
     model: str = "smollm2-135m"
-    requests: int = 160
+    requests: int = 120
+    rounds: int = 2
     shrink: float = 16.0
     load: float = 0.9
-    ageing: tuple[float, ...] = (20.0,)
+    ageing: tuple[float, ...] = (30.0,)
     slots: int = 8
     prefill_tokens: int = 128
     batch_share: float = 0.25
@@ -189,30 +190,42 @@ def _under(policy: Policy, workload: Workload) -> Workload:
 def measure_model(options: ModelOptions, log: Log) -> Iterator[list[dict[str, str]]]:
     """The same classes on a real model. Load 1 is the rate at which it serves them when all are there at once."""
     workload = _model_workload(options)
-    longest = workload.longest
-    scaled = None
-    for policy in policies(options.ageing):
-        target = open_target(
-            options.model,
-            scheduling_policy=policy.queue_policy,
-            ageing_interval=policy.ageing,
-            max_num_seqs=options.slots,
-            max_num_batched_tokens=options.prefill_tokens + options.slots,
-            max_prefill_tokens_per_step=options.prefill_tokens,
-            max_model_len=longest,
-            max_preemptions=0,
-            enable_prefix_caching=False,
-        )
-        with target:
-            warm_up(target)
-            if scaled is None:
-                seconds = drive(target, at_once(_under(policy, workload))).seconds
-                scaled = workload.scaled(seconds / workload.duration / options.load)
-                log(f"all at once: {seconds:.1f} s, so load {options.load:g} is {scaled.duration:.1f} s of arrivals")
-            result = drive(target, _under(policy, scaled))
-        log(f"{target.name}, {policy.name}: {result.seconds:.1f} s")
-        where = common.environment(target.device)
-        yield _rows(MODEL_CLASSES, options.load, policy, scaled, result, None, options.seed, where)
+    contenders = policies(options.ageing)
+    targets: list[Target] = []
+    results: list[list[RunResult]] = [[] for _ in contenders]
+    try:
+        for policy in contenders:
+            targets.append(_open(options, policy, workload.longest))
+            warm_up(targets[-1])
+        seconds = drive(targets[0], at_once(_under(contenders[0], workload))).seconds
+        scaled = workload.scaled(seconds / workload.duration / options.load)
+        log(f"all at once: {seconds:.1f} s, so load {options.load:g} is {scaled.duration:.1f} s of arrivals")
+        for number in range(options.rounds):
+            order = [(number + index) % len(contenders) for index in range(len(contenders))]
+            for index in order:
+                results[index].append(drive(targets[index], _under(contenders[index], scaled)))
+                log(f"round {number + 1}, {contenders[index].name}: {results[index][-1].seconds:.1f} s")
+        where = common.environment(targets[0].device)
+    finally:
+        for target in targets:
+            target.engine.close()
+    for policy, runs in zip(contenders, results, strict=True):
+        together = replace(runs[0], requests=[record for run in runs for record in run.requests])
+        yield _rows(MODEL_CLASSES, options.load, policy, scaled, together, None, options.seed, where)
+
+
+def _open(options: ModelOptions, policy: Policy, longest: int) -> Target:
+    return open_target(
+        options.model,
+        scheduling_policy=policy.queue_policy,
+        ageing_interval=policy.ageing,
+        max_num_seqs=options.slots,
+        max_num_batched_tokens=options.prefill_tokens + options.slots,
+        max_prefill_tokens_per_step=options.prefill_tokens,
+        max_model_len=longest,
+        max_preemptions=0,
+        enable_prefix_caching=False,
+    )
 
 
 def _model_workload(options: ModelOptions) -> Workload:

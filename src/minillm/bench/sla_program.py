@@ -111,33 +111,44 @@ def figures(rows: Rows) -> Sequence[Figure]:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """TTFT attainment of each class and the lowest class's longest wait with its bounds, by load."""
-    figure, panels = drawing.pyplot().subplots(2, 2, figsize=(12, 8))
-    *upper, last = panels.flat
-    for axes, klass in zip(upper, classes_of(rows), strict=False):
-        for number, policy in enumerate(policies_of(rows)):
-            points = column_by_load(rows, policy, klass, "ttft_attained")
-            _curve(axes, {load: share * 100 for load, share in points.items()}, number, policy)
-        slo = next(float(row["ttft_slo_s"]) for row in rows if row["class"] == klass)
+    """By load: objectives met by the higher classes; the lowest one's TTFT, and its longest wait with its bounds."""
+    figure, panels = drawing.pyplot().subplots(2, 2, figsize=(12, 8.4))
+    high, middle, tail, wait = panels.flat
+    for axes, klass in ((high, HIGH), (middle, CLASSES[1].name)):
+        slo = next((float(row["ttft_slo_s"]) for row in rows if row["class"] == klass), 0.0)
+        _curves(axes, rows, klass, "ttft_attained", 100.0)
         axes.set_ylim(-3, 103)
-        axes.set_xlabel("load (work per second of a full engine)")
-        drawing.grid(axes, f"{klass}: first token within {slo:g} s", "% of requests")
+        drawing.grid(axes, f"{klass}: first token within {slo:g} s", "% of requests", legend=False)
+    _curves(tail, rows, LOW, "ttft_p99_s")
+    drawing.grid(tail, f"{LOW}: 99th percentile of TTFT", "seconds", legend=False)
+    _curves(wait, rows, LOW, "wait_max_s")
     for number, policy in enumerate(policies_of(rows)):
-        _curve(last, column_by_load(rows, policy, LOW, "wait_max_s"), number, policy)
         bound = column_by_load(rows, policy, LOW, "wait_bound_s")
         if bound:
-            last.plot(*zip(*bound.items(), strict=True), ls="--", color=drawing.PALETTE[number], label="its bound")
-    last.set_xlabel("load (work per second of a full engine)")
-    last.set_ylim(bottom=0)
-    drawing.grid(last, f"{LOW}: longest wait for a first step", "seconds")
-    figure.tight_layout(rect=(0, 0, 1, 0.96))
+            wait.plot(list(bound), list(bound.values()), ls="--", color=drawing.PALETTE[number])
+    drawing.grid(wait, f"{LOW}: longest wait for a first step (dashed: stated bound)", "seconds", legend=False)
+    for axes in (tail, wait):
+        axes.set_ylim(bottom=0)
+    for axes in panels.flat:
+        axes.set_xlabel("load (work per second)")
+    figure.tight_layout(rect=(0, 0.04, 1, 0.97))
+    figure.legend(*high.get_legend_handles_labels(), loc="lower center", ncols=len(policies_of(rows)), fontsize=9)
     drawing.save(figure, path, provenance(rows))
 
 
-def _curve(axes: Axes, points: dict[float, float], number: int, label: str) -> None:
-    # Curves that lie on one another stay visible: markers and widths differ.
-    style = {"marker": "osv^Dx"[number % 6], "lw": 3.0 - 0.5 * number if number < 4 else 1.2, "ms": 5}
-    axes.plot(list(points), list(points.values()), color=drawing.PALETTE[number], label=label, **style)
+def _curves(axes: Axes, rows: Rows, klass: str, column: str, factor: float = 1.0) -> None:
+    """One curve per policy; markers and widths differ, so that curves that lie on one another stay visible."""
+    for number, policy in enumerate(policies_of(rows)):
+        points = column_by_load(rows, policy, klass, column)
+        axes.plot(
+            list(points),
+            [value * factor for value in points.values()],
+            color=drawing.PALETTE[number],
+            label=policy,
+            marker="osv^Dx"[number % 6],
+            ms=(8, 5, 9, 5, 5, 5)[number % 6],
+            lw=(2, 2, 3.5, 1.5, 1.5, 1.5)[number % 6],
+        )
 
 
 def draw_model(rows: Rows, path: Path) -> None:
@@ -155,27 +166,30 @@ def draw_model(rows: Rows, path: Path) -> None:
     slos = {row["class"]: float(row["ttft_slo_s"]) for row in rows}
     left.set_xticks(range(len(names)), [f"{name}\nwithin {slos[name]:g} s" for name in names])
     right.set_xticks(range(len(names)), names)
-    drawing.grid(left, "First token in time", "% of requests")
-    drawing.grid(right, "TTFT: 99th percentile (line: median)", "seconds")
+    drawing.grid(left, "First token in time", "% of requests", legend=False)
+    drawing.grid(right, "TTFT: 99th percentile (line: median)", "seconds", legend=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 0.97))
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=len(policies), fontsize=9)
     drawing.save(figure, path, provenance(rows, f"load {rows[0]['load']}"))
 
 
-def _settings(rows: Rows) -> str:
-    return rows[0]["workload"]
+def _source(rows: Rows) -> str:
+    """The workload, without the scaling that gave it its load."""
+    return rows[0]["workload"].partition(", times x")[0]
 
 
 PROGRAM = Program(
     name="sla",
     title="Priority classes under load",
-    about="Three classes, merged by time from the Azure 2023 traces: interactive (three quarters of the conversations), "
-    "code (bursts of hundreds of requests) and batch (the other conversations). The real scheduler and step loop in "
-    "virtual time, steps charged after an 8B model on one H200. Up to load 1 a full engine is sure to keep "
-    "up in the long run. Under fcfs and under priority with ageing no request waits longer than a bound that is "
-    "computed before the run (dashed); plain priority and fair have none.",
-    tables=lambda rows: {f"Priority classes ({provenance(rows, rows[0]['workload'])})": table_cells(rows)},
+    about="Three classes, merged by time from the Azure 2023 traces: interactive (three quarters of the "
+    "conversations), code (bursts of hundreds of requests) and batch (the other conversations). The real scheduler "
+    "and step loop in virtual time, steps charged after an 8B model on one H200. Up to load 1 a full engine is sure "
+    "to keep up in the long run. Under fcfs and under priority with ageing no request waits longer than a bound that "
+    "is computed before the run (dashed); plain priority and fair have none.",
+    tables=lambda rows: {f"Priority classes ({provenance(rows, _source(rows))})": table_cells(rows)},
     plots={"": draw},
     figures=figures,
-    settings=_settings,
+    settings=_source,
     verdicts=verdicts,
 )
 
@@ -183,13 +197,13 @@ MODEL_PROGRAM = Program(
     name="sla-model",
     title="Priority classes on a real model",
     about="A short piece of the same on the built-in model, lengths divided, at a share of the rate at which it serves "
-    "the same requests when all are there at once. One run per policy: percentiles of a class rest on few requests.",
-    tables=lambda rows: {f"Priority classes ({provenance(rows, rows[0]['workload'])})": table_cells(rows)},
+    "the same requests when all are there at once. The policies take turns in rounds; percentiles are over all rounds.",
+    tables=lambda rows: {f"Priority classes ({provenance(rows, _source(rows))})": table_cells(rows)},
     plots={"": draw_model},
     figures=lambda rows: [
         Figure(f"{HIGH} TTFT p99, {row['policy']}", float(row["ttft_p99_s"]), "s", "lower")
         for row in rows
         if row["class"] == HIGH
     ],
-    settings=lambda rows: f"load {rows[0]['load']}; {_settings(rows)}",
+    settings=lambda rows: f"load {rows[0]['load']}; {_source(rows)}",
 )
