@@ -43,7 +43,7 @@ def test_what_is_not_tuned_is_not_supported():
 def test_specs_name_an_instance_per_dtype_and_head_dim_and_the_plan():
     symbols = {spec.symbol for spec in cuda_decode.specs("sm_90a")}
     assert len(symbols) == 2 * len(cuda_decode.HEAD_DIMS) + 1
-    assert "paged_decode<__nv_bfloat16, 128, 3>" in symbols
+    assert "paged_decode<__nv_bfloat16, 128, 2>" in symbols
 
 
 @pytest.mark.parametrize("tokens", [0, 32, 96, 1 << 22])

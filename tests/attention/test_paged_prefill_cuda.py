@@ -76,20 +76,19 @@ def test_cuts_of_a_sequence_do_not_depend_on_its_batch_mates() -> None:
 
 
 def test_keys_are_cut_only_where_it_fills_the_gpu() -> None:
-    def pieces(tiles: int, context: int, chunk: int = 1) -> int:
-        ends = np.linspace(context - chunk + 1, context, tiles).astype(np.int64)
-        return pieces_of(ends, copies=2, wave=132)
+    def pieces(queries: int, context: int) -> int:
+        return pieces_of(queries, context, step=128, group=4, copies=4, wave=132)
 
-    assert pieces(tiles=66, context=32_768) == 1, "one full wave"
-    assert pieces(tiles=76, context=32_768) > 1, "1.15 waves take the time of 2"
-    assert pieces(tiles=19, context=4_095) == 1
-    assert pieces(tiles=1, context=1 << 20) == 8
-    assert pieces(tiles=1_980, context=1 << 20) == 1, "30 full waves"
-    assert pieces(tiles=304, context=8_192, chunk=8_192) == 1, "tiles of all lengths fill the last wave"
+    assert pieces(queries=1_056, context=32_768) == 1, "one full wave"
+    assert pieces(queries=1_088, context=32_768) > 1, "1.03 waves take the time of 2"
+    assert pieces(queries=32, context=4_095) == 1
+    assert pieces(queries=1, context=1 << 20) == 8
+    assert pieces(queries=31_680, context=1 << 20) == 1, "30 full waves"
+    assert pieces(queries=8_192, context=8_192) == 1, "tiles of all lengths fill the last wave"
 
 
 def test_hopper_tiles_hold_whole_queries() -> None:
-    assert [rows_per_tile(sm90_kernel(64, warpgroups=3), group) for group in (1, 3, 7, 64)] == [192, 192, 189, 192]
+    assert [rows_per_tile(sm90_kernel(64), group) for group in (1, 3, 7, 64)] == [192, 192, 189, 192]
     assert [rows_per_tile(sm90_kernel(128), group) for group in (1, 3, 7, 64)] == [128, 126, 126, 128]
     assert rows_per_tile(portable_kernel(64), 7) == 64
 

@@ -143,7 +143,9 @@ def test_round_trip_on_a_gpu_is_bitwise_and_touches_nothing_else(pin_memory, sta
 def test_compute_goes_on_while_blocks_are_still_on_their_way_out():
     cache, swap = make_on_gpu(512, 512, layers=16)  # 256 MiB: some 5 ms on the bus
     blocks = list(range(512))
-    swap.swap_out(blocks, blocks).seconds()  # kernels are loaded, memory is there
+    swap.swap_out(blocks, blocks).seconds()
+    cache.store[:, :, 0] = 2  # all kernels are loaded now (loading one may wait for the device), memory is there
+    torch.cuda.synchronize()
     copy = swap.swap_out(blocks, blocks)
     cache.store[:, :, 0] = 1
     overwritten = torch.cuda.current_stream().record_event()

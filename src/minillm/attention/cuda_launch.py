@@ -1,8 +1,8 @@
 """Launching compiled kernels through the CUDA driver.
 
-A step of a 30-layer decoder launches a hundred kernels, so a launch costs about 3 us of Python: for each signature
-(the types of the arguments) a thread keeps a buffer for the values, a generated function that packs them with one
-:class:`struct.Struct` call, and the array of pointers that the driver takes. No object is made per argument.
+A step of a 30-layer decoder launches a hundred kernels, so Python must not cost more than the driver. For each
+signature (the types of the arguments) a thread keeps a buffer for the values, a generated function that packs them
+with one :class:`struct.Struct` call, and the array of pointers that the driver takes. No object is made per argument.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -77,24 +78,20 @@ def portable_kernel(head_dim: int) -> PrefillKernel:
 
 
 def sm90_kernel(
-    head_dim: int,
-    *,
-    key_tile: int | None = None,
-    warpgroups: int | None = None,
-    stages: int | None = None,
-    ping_pong: bool = True,
-    cubic_every: int = 0,
-    q_stages: int | None = None,
+    head_dim: int, *, warpgroups: int | None = None, stages: int | None = None, q_stages: int | None = None
 ) -> PrefillKernel:
-    """The Hopper kernel for a tuned head dim; the keywords override its tuning."""
-    warpgroups = warpgroups or 2
-    key_tile = key_tile or (64 if head_dim == 256 else 128)
-    stages = stages or 2
-    row_bytes = -(-head_dim // _SWIZZLE_COLUMNS) * 128
+    """The Hopper kernel for a tuned head dim; the keywords override its tuning (docs/kernels.md).
+
+    `warpgroups` of 64 rows each, `stages` of K and V tiles and `q_stages` of Q in shared memory.
+    """
+    warpgroups = warpgroups or (3 if head_dim == 64 else 2)
+    key_tile = 64 if head_dim == 256 else 128
+    stages = stages or (3 if head_dim == 64 else 2)
     q_stages = q_stages or (1 if head_dim == 256 else 2)
+    row_bytes = -(-head_dim // _SWIZZLE_COLUMNS) * 128
     shared = row_bytes * (q_stages * 64 * warpgroups + 2 * stages * key_tile)
-    shared += 64 * q_stages + 8 * (4 * stages + 3 * q_stages) + 1024
-    template = f", {stages}, {str(ping_pong).lower()}, {cubic_every}, {q_stages}"
+    shared += 64 * q_stages + 8 * (4 * stages + 3 * q_stages) + 1024  # work items, mbarriers, alignment
+    template = f", {stages}, {q_stages}"
     return PrefillKernel(
         "paged_prefill_sm90.cu", 64 * warpgroups, key_tile, 128 * (warpgroups + 1), shared, 132, template
     )
@@ -147,16 +144,19 @@ _PIECE_OVERHEAD_KEYS = 384
 """A partial result is written, read again and joined in about the time of so many keys."""
 
 
-def pieces_of(key_ends: np.ndarray, copies: int, wave: int) -> int:
-    """Into how many pieces of equal size a sequence's keys are cut; `key_ends` are the keys of its tiles, of which each
-    KV head (`copies`) has one.
+@lru_cache(maxsize=4096)
+def pieces_of(queries: int, context: int, *, step: int, group: int, copies: int, wave: int) -> int:
+    """Into how many pieces of equal size the keys of a chunk are cut; its tiles have `step` packed rows, and each KV
+    head (`copies`) has them all.
 
     `wave` tiles run at a time. One tile more than that doubles the time, unless there are shorter tiles to fill up
     with, as in a whole prompt; pieces fill up too, but each costs. Depends on the sequence alone, so its rounding does.
     """
-    context = int(key_ends[-1])
     most = min(_MAX_PIECES, context // _MIN_PIECE_KEYS)
-    if most < 2 or _time(key_ends, copies, wave) < 1.05 * key_ends.sum() * copies / wave:
+    if most < 2:
+        return 1
+    key_ends = _key_ends(np.arange(0, queries * group, step), step, group, queries * group, context - queries)
+    if _time(key_ends, copies, wave) < 1.05 * key_ends.sum() * copies / wave:
         return 1
 
     def time(pieces: int) -> float:
@@ -171,9 +171,9 @@ def pieces_of(key_ends: np.ndarray, copies: int, wave: int) -> int:
 def _time(lengths: np.ndarray, copies: int, wave: int) -> float:
     """When the last of `copies` tiles of each length ends, if the longest is handed out first."""
     waiting = np.repeat(np.sort(lengths)[::-1], copies)
-    waiting = np.append(waiting, np.zeros(-len(waiting) % wave, dtype=waiting.dtype)).reshape(-1, wave)
+    waiting = np.append(waiting, np.zeros(-len(waiting) % wave, dtype=waiting.dtype))
     busy = np.zeros(wave, dtype=np.int64)
-    for turn in waiting:
+    for turn in waiting.reshape(-1, wave):
         busy = np.sort(busy) + turn
     return float(busy.max())
 
@@ -306,39 +306,44 @@ def build_work(
     Work is sorted by its number of keys, longest first, so that what is handed out last is short.
     """
     step = rows_per_tile(kernel, group)
-    work: list[np.ndarray] = []
-    splits: list[np.ndarray] = []
-    slots = 0
-    for sequence, (start, end, context) in enumerate(
-        zip(starts[:-1].tolist(), starts[1:].tolist(), contexts.tolist(), strict=True)
-    ):
-        if start == end:
-            continue
-        rows, pos0 = (end - start) * group, context - (end - start)
-        row0 = np.arange(0, rows, step)
-        key_end = pos0 + (np.minimum(row0 + step, rows) - 1) // group + 1
-        pieces = pieces_of(key_end, num_kv_heads, kernel.wave)
-        size = -(-context // (pieces * kernel.key_tile)) * kernel.key_tile
-        counts = -(-key_end // size)
-        tile = np.repeat(np.arange(len(row0)), counts)
-        begin = size * _ranks(counts)
-        listed = np.empty((len(tile), _WORK_FIELDS), dtype=np.int64)
-        listed[:] = (sequence, start, 0, rows, pos0, 0, 0, -1)
-        listed[:, 2], listed[:, 5], listed[:, 6] = row0[tile], begin, np.minimum(begin + size, key_end[tile])
-        work.append(listed)
-        cut = np.flatnonzero(counts > 1)
-        if len(cut):
-            listed[counts[tile] > 1, 7] = slots + np.arange(counts[cut].sum())
-            joined = np.zeros((len(cut), _WORK_FIELDS), dtype=np.int64)
-            joined[:] = (start, 0, rows, 0, 0, 0, 0, 0)
-            joined[:, 1], joined[:, 4] = row0[cut], counts[cut]
-            joined[:, 3] = slots + np.cumsum(counts[cut]) - counts[cut]
-            splits.append(joined)
-            slots += int(counts[cut].sum())
-    empty = [np.zeros((0, _WORK_FIELDS), dtype=np.int64)]
-    listed = np.concatenate(work or empty)
-    listed = listed[np.argsort(listed[:, 5] - listed[:, 6], kind="stable")]
-    return listed.astype(np.int32), np.concatenate(splits or empty).astype(np.int32), slots
+    used = np.flatnonzero(np.diff(starts))
+    start, context = starts[used], contexts[used]
+    queries = starts[used + 1] - start
+    rows, pos0 = queries * group, context - queries
+
+    tiles = -(-rows // step)
+    of = np.repeat(np.arange(len(used)), tiles)  # each tile's sequence, as an index into `used`
+    row0 = step * _ranks(tiles)
+    key_end = _key_ends(row0, step, group, rows[of], pos0[of])
+
+    pieces = [
+        pieces_of(n, c, step=step, group=group, copies=num_kv_heads, wave=kernel.wave)
+        for n, c in zip(queries.tolist(), context.tolist(), strict=True)
+    ]
+    size = -(-context // (np.array(pieces, dtype=np.int64) * kernel.key_tile)) * kernel.key_tile
+    counts = -(-key_end // size[of])
+    tile = np.repeat(np.arange(len(row0)), counts)
+    begin = size[of][tile] * _ranks(counts)
+    end = np.minimum(begin + size[of][tile], key_end[tile])
+
+    cut = counts > 1
+    slots = int(counts[cut].sum())
+    partial = np.full(len(tile), -1)
+    partial[cut[tile]] = np.arange(slots)
+    zero = np.zeros(int(cut.sum()), dtype=np.int64)
+    joined = of[cut]
+    first_slot = np.cumsum(counts[cut]) - counts[cut]
+    splits = np.stack([start[joined], row0[cut], rows[joined], first_slot, counts[cut], zero, zero, zero], axis=1)
+
+    sequence = of[tile]
+    fields = used[sequence], start[sequence], row0[tile], rows[sequence], pos0[sequence], begin, end, partial
+    order = np.argsort(begin - end, kind="stable")
+    return np.stack(fields, axis=1)[order].astype(np.int32), splits.astype(np.int32), slots
+
+
+def _key_ends(row0: np.ndarray, step: int, group: int, rows: np.ndarray | int, pos0: np.ndarray | int) -> np.ndarray:
+    """How many keys each tile of `step` packed rows from `row0` on sees: up to its last query's own."""
+    return pos0 + (np.minimum(row0 + step, rows) - 1) // group + 1
 
 
 def _ranks(counts: np.ndarray) -> np.ndarray:

@@ -104,6 +104,15 @@ def random_model(
     return LoadedModel(f"random:{name}", decoder, config, Path(f"random:{name}"), "random", dtype, False, {})
 
 
+def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """A model by the name that the programs' --model takes: `random:NAME`, or as `minillm generate` knows it."""
+    if name.startswith("random:"):
+        return random_model(name.partition(":")[2], dtype=dtype, device=device)
+    from minillm.models.loader import load_model
+
+    return load_model(name, dtype, device)
+
+
 def word_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer of the words t0, t1, ...: so that random models have text to work on."""
     from tokenizers import Tokenizer as Backend

@@ -65,6 +65,9 @@ class Program:
 
 
 PROGRAMS = {
+    "static": "static_batching:PROGRAM",
+    "offline": "offline:PROGRAM",
+    "latency": "latency:PROGRAM",
     "sla": "sla_program:PROGRAM",
     "sla-model": "sla_program:MODEL_PROGRAM",
     "prefix": "prefix_program:PROGRAM",

@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
-from minillm.bench.models import RANDOM_MODELS, random_model, word_tokenizer
+from minillm.bench.models import open_model, word_tokenizer
 from minillm.bench.recording import Recorder, RequestRecord, RunResult
 from minillm.bench.virtual import CostRunner, NoOutputs, StepCosts, VirtualClock
 from minillm.bench.workloads import Workload, WorkloadRequest, fixed
@@ -35,10 +35,8 @@ LONGEST_NAP = 0.05
 """Seconds; an open loop sleeps in naps, so that a clock that is set never makes it miss an arrival by much."""
 
 
-class Progress(Protocol):
-    """Told (requests ended, requests in all) whenever one ends."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+Progress = Callable[[int, int], None]
+"""Told (requests ended, requests in all) whenever one ends."""
 
 
 @dataclass(slots=True)
@@ -65,6 +63,17 @@ class Target:
         self.engine.close()
 
     @property
+    def device_name(self) -> str:
+        """Name of the GPU or CPU; in virtual time that of the cost model."""
+        if self.virtual:
+            return self.name
+        import torch
+
+        from minillm.bench.timing import device_name
+
+        return device_name(torch.device(self.device))
+
+    @property
     def config(self) -> SchedulerConfig:
         """The scheduler's configuration."""
         return self.engine.scheduler.config
@@ -83,9 +92,8 @@ def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None
     if isinstance(model, str):
         config = EngineConfig(model, **options)
         loaded = None
-        if model in RANDOM_MODELS:
-            device = resolve_device(config.device)
-            loaded = random_model(model.partition(":")[2], dtype=config.dtype, device=device)
+        if model.startswith("random:"):
+            loaded = open_model(model, config.dtype, resolve_device(config.device))
     else:
         loaded, config = model, EngineConfig(model.name, **options)
     if loaded is not None and loaded.kind == "random" and tokenizer is None:

@@ -190,7 +190,7 @@ def draw_swap(rows: Rows, path: Path) -> None:
         colour = drawing.PALETTE[number]
         axes.plot(blocks, [float(r["swap_gbps"]) for r in chosen], marker="o", color=colour, label=f"swap {direction}")
         plain = [float(row["plain_gbps"]) for row in chosen]
-        axes.plot(blocks, plain, ls="--", color=colour, label=f"plain copy {direction}")
+        axes.plot(blocks, plain, ls="--", marker="x", color=colour, label=f"plain copy {direction}")
         drawing.ticks(axes, blocks, "blocks moved at once")
     axes.set_ylim(bottom=0)
     drawing.grid(axes, "KV blocks to host memory and back", "GB/s")

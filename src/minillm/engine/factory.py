@@ -204,7 +204,8 @@ def _make_gpu_runner(
             lambda runner: try_out(runner, limits.max_model_len),
             device=limits.device,
             utilization=config.gpu_memory_utilization,
-            bytes_per_block=spec.bytes_per_block,
+            spec=spec,
+            num_swap_blocks=limits.num_swap_blocks,
         )
     longest = min(limits.max_model_len, num_blocks * config.block_size)
     runner = make(num_blocks, longest, limits.num_swap_blocks)

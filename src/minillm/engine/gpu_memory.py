@@ -3,8 +3,8 @@
 ```
  |<------------------------ total memory ------------------------>|
  |<-------- gpu_memory_utilization of it ----------->|            |
- | in use: weights,     | activations and logits     | KV |  left to others
- | context, others      | of the largest step (peak) | pool
+ | in use: weights,     | largest step, staging of   | KV |  left to others
+ | context, others      | swaps                      | pool
 ```
 The same rule as vLLM's. What other programs hold counts as in use, so two engines on one card take shares that add up.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from minillm.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from minillm.memory.paged_kv_cache import KVCacheSpec
     from minillm.runner.pytorch_model_runner import PyTorchModelRunner
 
 logger = logging.getLogger("minillm.engine")
@@ -50,10 +51,13 @@ def profiled_num_blocks(
     *,
     device: str,
     utilization: float,
-    bytes_per_block: int,
+    spec: KVCacheSpec,
+    num_swap_blocks: int,
 ) -> int:
     """Build a runner with a tiny pool, run the largest step on it, drop it, and size the real pool from the peak."""
     import torch
+
+    from minillm.memory.swap_space import SwapSpace
 
     gc.collect()
     torch.cuda.empty_cache()
@@ -70,16 +74,21 @@ def profiled_num_blocks(
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    staging = min(num_swap_blocks, SwapSpace.staging_blocks(spec, total)) * spec.bytes_per_block
     blocks = pool_blocks(
-        total=total, in_use=total - free, peak=peak, utilization=utilization, bytes_per_block=bytes_per_block
+        total=total,
+        in_use=total - free,
+        peak=peak + staging,
+        utilization=utilization,
+        bytes_per_block=spec.bytes_per_block,
     )
     logger.info(
-        "%s: %.1f GiB, %.2f in use, %.2f for a step, %d KV blocks (%.2f GiB)",
+        "%s: %.1f GiB, %.2f in use, %.2f for steps and swaps, %d KV blocks (%.2f GiB)",
         device,
         total / GIB,
         (total - free) / GIB,
-        peak / GIB,
+        (peak + staging) / GIB,
         blocks,
-        blocks * bytes_per_block / GIB,
+        blocks * spec.bytes_per_block / GIB,
     )
     return blocks

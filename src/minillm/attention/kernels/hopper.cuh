@@ -138,9 +138,6 @@ struct Wgmma;
 #define ACC32(i) ACC16(i), ACC16(i + 16)
 #define ACC64(i) ACC32(i), ACC32(i + 32)
 
-#define REGS_80_TO_87 "%80, %81, %82, %83, %84, %85, %86, %87"
-#define REGS_64_TO_71 "%64, %65, %66, %67, %68, %69, %70, %71"
-#define REGS_48_TO_55 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define REGS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_16 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS_32 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -157,23 +154,13 @@ struct Wgmma;
 #define ACC_FOR_80 ACC32(0), ACC8(32)
 #define REGS_FOR_96 REGS_0 ", " REGS_16 ", " REGS_32
 #define ACC_FOR_96 ACC32(0), ACC16(32)
-#define REGS_FOR_112 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48_TO_55
-#define ACC_FOR_112 ACC32(0), ACC16(32), ACC8(48)
 #define REGS_FOR_128 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48
 #define ACC_FOR_128 ACC64(0)
-#define REGS_FOR_144 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48 ", " REGS_64_TO_71
-#define ACC_FOR_144 ACC64(0), ACC8(64)
-#define REGS_FOR_160 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48 ", " REGS_64
-#define ACC_FOR_160 ACC64(0), ACC16(64)
-#define REGS_FOR_176 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48 ", " REGS_64 ", " REGS_80_TO_87
-#define ACC_FOR_176 ACC64(0), ACC16(64), ACC8(80)
-#define REGS_FOR_192 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48 ", " REGS_64 ", " REGS_80
-#define ACC_FOR_192 ACC64(0), ACC32(64)
 #define REGS_FOR_256 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48 ", " REGS_64 ", " REGS_80 ", " REGS_96 ", " REGS_112
 #define ACC_FOR_256 ACC64(0), ACC64(64)
 
-// X0 to X5: names of the operands after the accumulators.
-#define DEFINE_WGMMA(T, TYPE, N, REGS, ACC, X0, X1, X2, X3, X4)                                                    \
+// X0 to X4: names of the operands after the accumulators.
+#define DEFINE_WGMMA(T, TYPE, N, REGS, ACC, X0, X1, X2, X3, X4)                                                       \
     template <>                                                                                                       \
     struct Wgmma<T, N> {                                                                                              \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                  \
@@ -197,17 +184,7 @@ DEFINE_WGMMA(__half, "f16", 80, REGS_FOR_80, ACC_FOR_80, "%40", "%41", "%42", "%
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 80, REGS_FOR_80, ACC_FOR_80, "%40", "%41", "%42", "%43", "%44")
 DEFINE_WGMMA(__half, "f16", 96, REGS_FOR_96, ACC_FOR_96, "%48", "%49", "%50", "%51", "%52")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 96, REGS_FOR_96, ACC_FOR_96, "%48", "%49", "%50", "%51", "%52")
-DEFINE_WGMMA(__half, "f16", 112, REGS_FOR_112, ACC_FOR_112, "%56", "%57", "%58", "%59", "%60")
-DEFINE_WGMMA(__nv_bfloat16, "bf16", 112, REGS_FOR_112, ACC_FOR_112, "%56", "%57", "%58", "%59", "%60")
 DEFINE_WGMMA(__half, "f16", 128, REGS_FOR_128, ACC_FOR_128, "%64", "%65", "%66", "%67", "%68")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 128, REGS_FOR_128, ACC_FOR_128, "%64", "%65", "%66", "%67", "%68")
-DEFINE_WGMMA(__half, "f16", 144, REGS_FOR_144, ACC_FOR_144, "%72", "%73", "%74", "%75", "%76")
-DEFINE_WGMMA(__nv_bfloat16, "bf16", 144, REGS_FOR_144, ACC_FOR_144, "%72", "%73", "%74", "%75", "%76")
-DEFINE_WGMMA(__half, "f16", 160, REGS_FOR_160, ACC_FOR_160, "%80", "%81", "%82", "%83", "%84")
-DEFINE_WGMMA(__nv_bfloat16, "bf16", 160, REGS_FOR_160, ACC_FOR_160, "%80", "%81", "%82", "%83", "%84")
-DEFINE_WGMMA(__half, "f16", 176, REGS_FOR_176, ACC_FOR_176, "%88", "%89", "%90", "%91", "%92")
-DEFINE_WGMMA(__nv_bfloat16, "bf16", 176, REGS_FOR_176, ACC_FOR_176, "%88", "%89", "%90", "%91", "%92")
-DEFINE_WGMMA(__half, "f16", 192, REGS_FOR_192, ACC_FOR_192, "%96", "%97", "%98", "%99", "%100")
-DEFINE_WGMMA(__nv_bfloat16, "bf16", 192, REGS_FOR_192, ACC_FOR_192, "%96", "%97", "%98", "%99", "%100")
 DEFINE_WGMMA(__half, "f16", 256, REGS_FOR_256, ACC_FOR_256, "%128", "%129", "%130", "%131", "%132")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 256, REGS_FOR_256, ACC_FOR_256, "%128", "%129", "%130", "%131", "%132")

@@ -13,7 +13,7 @@
 //
 // Work. An item is a subtree of S = 64 * 2^k tokens of one (sequence, KV head, up to 8 query heads of its group). The
 // grid is fixed (multiprocessors * resident thread blocks) and each thread block walks over items: the first few by
-// its number, the rest from a counter. An item is computed in rounds of 4 warps * 1 or 2 tiles. Each warp owns its
+// its number, the rest from a counter. An item is computed in rounds of 4 warps * 1, 2 or 4 tiles. Each warp owns its
 // tiles from the copy to the partial result, without a barrier: it keeps kStages tiles (K and V) in flight through
 // cp.async and runs ahead over the ends of rounds and items, so that memory is busy while results are merged. At the
 // end of a round the warps exchange their results through shared memory, each merges the four for its share of the
@@ -52,7 +52,7 @@ struct Shape {
     static constexpr int kStageBytes = 2 * kTileBytes;
     static constexpr int kSteps = kDim / 16;                  // of K Q^T; also the 16-row tiles of O^T
     static constexpr int kOwn = ceil_div(kSteps, kWarps);     // tiles of O^T that a warp merges
-    static constexpr int kTilesPerWarp = kDim <= 128 ? 2 : 1;  // of a round; two accumulators of 256 don't fit
+    static constexpr int kTilesShift = kDim == 64 ? 2 : kDim <= 128 ? 1 : 0;  // log2(tiles of a warp in a round)
     static constexpr int kLoads = kChunks * kTile / kWarp;    // copies of a lane for K, and as many for V
     static constexpr int kPartial = kSteps * kWarp + 4;       // float4 of a partial result in the workspace
     static constexpr int kLevels = kDim <= 128 ? 3 : 1;  // of the Stack in registers
@@ -178,7 +178,8 @@ struct Args {
     const T* v_cache;
     const int* tables;  // [num_seqs, ...], rows at table_stride
     const int4* plan;
-    float4* partials;   // [slot][head item]: O as in Partial [kDim / 16][lane], m and l of heads 2i and 2i + 1 [4]
+    float4* partials;   // [slot][head item]: O as in Partial [kDim / 16][lane], m and l of heads 2i and 2i + 1 [4];
+                        // behind the last one (max_items) a result of no tokens
     float4* spill;      // [thread block], spill_stride each: columns of its Stack
     int* arrivals;      // [level][slot][head item]; zero between launches
     int* counters;      // items handed out, thread blocks that are done; zero between launches
@@ -255,14 +256,14 @@ struct Item {
 };
 
 // The copying half of a warp: walks over the warp's tiles of all items of the thread block, kStages tiles ahead of the
-// computing half. A position is a place for a tile in a round: position p of a warp is tile p % 2^pair_shift of round
-// p >> pair_shift. Places behind the end of a sequence are passed without copying.
+// computing half. A position is a place for a tile in a round: position p of a warp is tile p % 2^tiles_shift of
+// round p >> tiles_shift. Places behind the end of a sequence are passed without copying.
 template <typename T, int kDim, int kAhead>
 struct Loader {
     using S = Shape<kDim>;
     const Args<T>& a;
     Schedule<kAhead> schedule;
-    int shift, pair_shift;
+    int shift, tiles_shift;
     u64 policy;
     Item item;
     int number, k, kv_head, position, positions;
@@ -273,17 +274,17 @@ struct Loader {
 
     __device__ __forceinline__ Loader(const Args<T>& args) : a(args) {}
 
-    __device__ __forceinline__ int round_shift() const { return pair_shift + 6; }
+    __device__ __forceinline__ int round_shift() const { return tiles_shift + 6; }
 
-    static __device__ __forceinline__ int token_at(const Item& item, int position, int pair_shift) {
+    static __device__ __forceinline__ int token_at(const Item& item, int position, int tiles_shift) {
         const int warp = threadIdx.x / kWarp;
-        const int round = item.first_round + (position >> pair_shift);
-        const int tile = (((round * kWarps) + warp) << pair_shift) + (position & ((1 << pair_shift) - 1));
+        const int round = item.first_round + (position >> tiles_shift);
+        const int tile = (((round * kWarps) + warp) << tiles_shift) + (position & ((1 << tiles_shift) - 1));
         return item.start + tile * kTile;
     }
 
     __device__ __forceinline__ void fetch_ids(const Item& of, int first_position, int (&to)[2]) const {
-        const int token = token_at(of, first_position + threadIdx.x % kWarp, pair_shift);
+        const int token = token_at(of, first_position + threadIdx.x % kWarp, tiles_shift);
         const int* const table = a.tables + of.seq * a.table_stride;
         to[0] = of.touches(token) ? __ldg(table + (token >> a.block_shift)) : 0;
         if (a.block_shift == 3) to[1] = of.touches(token) && token + 8 < of.end ? __ldg(table + (token >> 3) + 1) : 0;
@@ -299,7 +300,7 @@ struct Loader {
         item.set(entry, a.head_items.remainder(number), a.window, shift, round_shift());
         kv_head = a.chunks.quotient(item.head);
         position = 0;
-        positions = (item.rounds - item.first_round) << pair_shift;
+        positions = (item.rounds - item.first_round) << tiles_shift;
     }
 
     __device__ __forceinline__ void start(int4 first_entry, int4 second_entry) {
@@ -363,7 +364,7 @@ struct Loader {
     // Starts the copy of the next tile into `stage`. One group of cp.async per call, an empty one if there is nothing.
     __device__ __forceinline__ void issue(u32 stage) {
         if (number < schedule.total) {
-            const int token = token_at(item, position, pair_shift);
+            const int token = token_at(item, position, tiles_shift);
             if (item.touches(token)) {
                 const u64 in_block = (kv_head << a.block_shift | token & (1 << a.block_shift) - 1) * S::kChunks;
                 const u64 low = u64(u32(__shfl_sync(kFullWarp, ids[0], position % kWarp))) * a.block_stride + in_block;
@@ -515,10 +516,12 @@ __device__ __forceinline__ void write_partial(const Args<T>& a, int slot, int he
 
 // node = the merger of up to 2 * kAtOnce partial results, those with begin <= i < end of the block of the tree that
 // starts at i = base. The one of `begin` lies at `first_place`, the others would follow one that lies at `place` if i =
-// base were there, `stride` float4 after each other.
+// base were there, `stride` float4 after each other. For those that are not there, `nothing` is read: so all loads start
+// at once, without a condition on what they bring.
 template <int kDim>
-__device__ __forceinline__ void merge_slots(const float4* first_place, const float4* place, i64 stride, int base,
-                                            int begin, int end, Partial<Shape<kDim>::kOwn>& node) {
+__device__ __forceinline__ void merge_slots(const float4* first_place, const float4* place, i64 stride,
+                                            const float4* nothing, int base, int begin, int end,
+                                            Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
     // Lanes of heads that the group does not have read what nobody wrote; it stays in their own columns.
     Partial<S::kOwn> before;
@@ -527,19 +530,17 @@ __device__ __forceinline__ void merge_slots(const float4* first_place, const flo
         Partial<S::kOwn> part[S::kAtOnce];
 #pragma unroll
         for (int j = 0; j < S::kAtOnce; ++j) {
-            const bool there = first + j >= begin && first + j < end;
-            const float4* const from = there && first + j != begin ? place : first_place;
+            const int i = first + j;
+            const float4* const from = i == begin ? first_place : i > begin && i < end ? place : nothing;
             place += stride;
             const float4 ml = __ldcg(from + S::kSteps * kWarp + threadIdx.x % 4);
-            // What is not there weighs nothing; its other values are those of a neighbour.
-            part[j].m[0] = there ? ml.x : -INFINITY, part[j].l[0] = there ? ml.y : 0.0f;
-            part[j].m[1] = there ? ml.z : -INFINITY, part[j].l[1] = there ? ml.w : 0.0f;
+            part[j].m[0] = ml.x, part[j].l[0] = ml.y, part[j].m[1] = ml.z, part[j].l[1] = ml.w;
 #pragma unroll
-            for (int i = 0; i < S::kOwn; ++i) {
+            for (int n = 0; n < S::kOwn; ++n) {
                 float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + i * kWarps < S::kSteps)
-                    o = __ldcg(from + i * kThreads + threadIdx.x);
-                part[j].o[i][0] = o.x, part[j].o[i][1] = o.y, part[j].o[i][2] = o.z, part[j].o[i][3] = o.w;
+                if (S::kSteps % kWarps == 0 || int(threadIdx.x) / kWarp + n * kWarps < S::kSteps)
+                    o = __ldcg(from + n * kThreads + threadIdx.x);
+                part[j].o[n][0] = o.x, part[j].o[n][1] = o.y, part[j].o[n][2] = o.z, part[j].o[n][3] = o.w;
             }
         }
 #pragma unroll
@@ -580,8 +581,8 @@ __device__ __forceinline__ bool hand_over(const Args<T>& a, const Item& item, Sp
         if (!is_last) return false;
         const i64 stride = i64(a.head_items.divisor) * Shape<kDim>::kPartial << below;
         merge_slots<kDim>(workspace<T, kDim>(a, slot_of(begin), item.head),
-                          workspace<T, kDim>(a, item.slot + (base << below) - first_item, item.head), stride, base, begin,
-                          end, node);
+                          workspace<T, kDim>(a, item.slot + (base << below) - first_item, item.head), stride,
+                          a.partials + i64(a.max_items) * Shape<kDim>::kPartial, base, begin, end, node);
         index >>= fan, below += fan;
         span = {span.begin >> fan, ((span.end - 1) >> fan) + 1};
     }
@@ -640,7 +641,7 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
     const int4 header = load_now(plan);
     int4 entry = load_now(plan + 1 + head_items.quotient(blockIdx.x));
     const int shift = header.y, plan_window = header.z;
-    const int pair_shift = S::kTilesPerWarp == 1 || shift == kMinItemShift ? 0 : 1;
+    const int tiles_shift = min(S::kTilesShift, shift - kMinItemShift);
     const Schedule<kAhead> schedule{header.x * int(head_items.divisor), ring};
     if (int(blockIdx.x) >= schedule.total) return;
     int stage = 0, number = blockIdx.x, next_number = schedule.number(1);
@@ -648,7 +649,7 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
     if (next_number < schedule.total) next_entry = load_now(plan + 1 + head_items.quotient(next_number));
 
     Loader<T, kDim, kAhead> loader(a);
-    loader.schedule = schedule, loader.shift = shift, loader.pair_shift = pair_shift;
+    loader.schedule = schedule, loader.shift = shift, loader.tiles_shift = tiles_shift;
     loader.policy = evict_first_policy();
     loader.start(entry, next_entry);
 
@@ -669,7 +670,7 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
 
     for (int k = 0;; ++k) {
         Item item;
-        item.set(entry, head_items.remainder(number), window, shift, pair_shift + 6);
+        item.set(entry, head_items.remainder(number), window, shift, tiles_shift + 6);
         // What the next item needs is fetched now: its queries, and the entry of the one behind it.
         const int following_number = schedule.number(k + 2);
         int4 following_entry;
@@ -685,35 +686,40 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
 #pragma unroll
         for (int level = 0; level < S::kLevels; ++level) stack.levels[level].clear();
         for (int round = item.first_round; round < item.rounds; ++round) {
-            // The warp's part of the round: one tile, or two neighbours.
+            // The warp's part of the round: one tile, or one or two pairs of neighbours.
             Partial<S::kSteps> mine;
             mine.clear();
-            const int position = (round - item.first_round) << pair_shift;
-            const int token = Loader<T, kDim, kAhead>::token_at(item, position, pair_shift);
-            u32 places[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                places[i] = stages + stage * S::kStageBytes;
-                if (i <= pair_shift && ++stage == kStages) stage = 0;
-            }
-            if (pair_shift) cp_async_wait<kStages - 2>();
-            else cp_async_wait<kStages - 1>();
-            __syncwarp();
-            const bool first = item.touches(token), second = pair_shift && item.touches(token + kTile);
-            if (S::kTilesPerWarp == 2 && first && second) {
-                Partial<S::kSteps> tiles[2];
-                attend_tiles<T, kDim, 2>(a, places, q_operand, item, token, tiles);
-                merge(tiles[0], tiles[1]);
-                mine = tiles[1];
-            } else if (first || second) {
-                Partial<S::kSteps> tile[1];
-                attend_tiles<T, kDim, 1>(a, {first ? places[0] : places[1]}, q_operand, item,
-                                         first ? token : token + kTile, tile);
-                mine = tile[0];
-            }
-            __syncwarp();
 #pragma unroll 1
-            for (int i = 0; i <= pair_shift; ++i) loader.issue(i ? places[1] : places[0]);
+            for (int i = 0; i < 1 << tiles_shift; i += 2) {
+                const int position = ((round - item.first_round) << tiles_shift) + i;
+                const int token = Loader<T, kDim, kAhead>::token_at(item, position, tiles_shift);
+                u32 places[2];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    places[n] = stages + stage * S::kStageBytes;
+                    if (n < 1 << tiles_shift && ++stage == kStages) stage = 0;
+                }
+                if (tiles_shift) cp_async_wait<kStages - 2>();
+                else cp_async_wait<kStages - 1>();
+                __syncwarp();
+                const bool first = item.touches(token), second = tiles_shift && item.touches(token + kTile);
+                if (S::kTilesShift > 0 && first && second) {
+                    Partial<S::kSteps> tiles[2];
+                    attend_tiles<T, kDim, 2>(a, places, q_operand, item, token, tiles);
+                    merge(tiles[0], tiles[1]);
+                    if (S::kTilesShift > 1 && i) merge(mine, tiles[1]);
+                    mine = tiles[1];
+                } else if (first || second) {
+                    Partial<S::kSteps> tile[1];
+                    attend_tiles<T, kDim, 1>(a, {first ? places[0] : places[1]}, q_operand, item,
+                                             first ? token : token + kTile, tile);
+                    if (S::kTilesShift > 1 && i) merge(mine, tile[0]);
+                    mine = tile[0];
+                }
+                __syncwarp();
+#pragma unroll 1
+                for (int n = 0; n < 2 && n < 1 << tiles_shift; ++n) loader.issue(n ? places[1] : places[0]);
+            }
             const bool last = round + 1 == item.rounds;
             if (last && schedule.dynamic() && threadIdx.x == 0)
                 ring[(k + kAhead) % kRing] = kAhead * gridDim.x + handed_out;

@@ -91,7 +91,7 @@ paged_prefill(const T* __restrict__ q, i64 q_token_stride, const T* __restrict__
             rows.exponents<N>(s, exponent_scale);
             u32 p[N / 4];
             float shrink[2];
-            if (rows.add<T, N, 0>(s, p, shrink, tile == end - 1)) {
+            if (rows.add<T, N>(s, p, shrink, tile == end - 1)) {
 #pragma unroll
                 for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i / 2 % 2];
             }

@@ -50,18 +50,6 @@ __device__ __forceinline__ float tanh_accurate(float x) {
     return __fdividef(e - 1.f, e + 1.f);
 }
 
-// 2^x on the FMA units: Cody-Waite with a minimax cubic on [-1/2, 1/2], 1.0e-4 relative (FlashAttention-4 does the
-// same with another cubic). 2^-127 and less give exactly 0, 2^127 is the largest result.
-__device__ __forceinline__ float exp2_cubic(float x) {
-    x = fminf(fmaxf(x, -127.f), 127.f);
-    const float shifted = x + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
-    const float f = x - (shifted - 12582912.f);
-    float p = fmaf(0.0550089329f, f, 0.242210999f);
-    p = fmaf(p, f, 0.693282902f);
-    p = fmaf(p, f, 1.f);
-    return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
-}
-
 // The two rows of a thread in the tile's softmax.
 //
 // FlashAttention's online softmax takes the maximum of every tile of scores and rescales older results when it grew.
@@ -113,16 +101,13 @@ struct SoftmaxRows {
         }
     }
 
-    // Exponents x to weights p, packed as the A operand of the second product; adds up `total`. One weight in
-    // `CubicEvery` (0: none) is computed on the FMA units, which have slots left, not on the exponential unit.
-    template <typename T, int N, int CubicEvery>
+    // Exponents x to weights p, packed as the A operand of the second product, and their sums in the two rows.
+    template <typename T, int N>
     static __device__ __forceinline__ void weights(const float (&x)[N / 2], u32 (&p)[N / 4], float (&total)[2]) {
         total[0] = total[1] = 0.f;
 #pragma unroll
         for (int i = 0; i < N / 4; ++i) {  // pair i is of row i % 2
-            const bool cubic = CubicEvery > 0 && i / 2 % (CubicEvery > 0 ? CubicEvery / 2 : 1) == 0;
-            const float a = cubic ? exp2_cubic(x[2 * i]) : exp2_fast(x[2 * i]);
-            const float b = exp2_fast(x[2 * i + 1]);
+            const float a = exp2_fast(x[2 * i]), b = exp2_fast(x[2 * i + 1]);
             total[i % 2] += a;
             total[i % 2] += b;
             p[i] = pack2<T>(a, b);
@@ -131,17 +116,17 @@ struct SoftmaxRows {
 
     // Takes a tile's exponents x in; `first` is a tile before which no key was seen. Returns whether older results must
     // be multiplied by `shrink` (the same answer in all lanes of a warp).
-    template <typename T, int N, int CubicEvery>
+    template <typename T, int N>
     __device__ __forceinline__ bool add(float (&x)[N / 2], u32 (&p)[N / 4], float (&shrink)[2], bool first) {
         float total[2] = {0.f, 0.f};
-        if (!first) weights<T, N, CubicEvery>(x, p, total);
+        if (!first) weights<T, N>(x, p, total);
         const bool asked0 = total[0] > kMaxWeights || base[0] == minus_infinity();
         const bool asked1 = total[1] > kMaxWeights || base[1] == minus_infinity();
         const bool renewed = __any_sync(kFullWarp, asked0 || asked1);
         if (renewed) {
             shrink[0] = renew<N>(x, 0, asked0);
             shrink[1] = renew<N>(x, 1, asked1);
-            weights<T, N, CubicEvery>(x, p, total);
+            weights<T, N>(x, p, total);
         }
         sum[0] += total[0];
         sum[1] += total[1];

@@ -23,13 +23,12 @@
 #include "hopper.cuh"
 #include "paged_prefill.cuh"
 
-template <typename T_, int D_, int N_, int Groups_, bool SoftCap_, int Stages_, bool PingPong_, int CubicEvery_,
-          int QStages_>
+template <typename T_, int D_, int N_, int Groups_, bool SoftCap_, int Stages_, int QStages_>
 struct PrefillConfig {
     using T = T_;
     static constexpr int D = D_, N = N_, Groups = Groups_;
-    static constexpr int Stages = Stages_, CubicEvery = CubicEvery_, QStages = QStages_;
-    static constexpr bool SoftCap = SoftCap_, PingPong = PingPong_;
+    static constexpr int Stages = Stages_, QStages = QStages_;
+    static constexpr bool SoftCap = SoftCap_;
     static constexpr int kRows = 64 * Groups, kChunks = ceil_div(D, 64);
     static constexpr int kQBytes = kChunks * kRows * 128, kTileBytes = kChunks * N * 128;
     // (Groups + 1) * 128 threads start with an equal share of 64 K registers; producers give most of theirs away.
@@ -230,12 +229,8 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
     u32 p[N / 4];              // weights as the operand of the second product
 
     // Named barrier 1 + g is group g's turn; the one before it and the group itself arrive there.
-    auto turn_wait = [&]() {
-        if constexpr (C::PingPong) named_barrier_sync(1 + wg, 256);
-    };
-    auto turn_pass = [&]() {
-        if constexpr (C::PingPong) named_barrier_arrive(1 + (wg + 1 == C::Groups ? 0 : wg + 1), 256);
-    };
+    auto turn_wait = [&]() { named_barrier_sync(1 + wg, 256); };
+    auto turn_pass = [&]() { named_barrier_arrive(1 + (wg + 1 == C::Groups ? 0 : wg + 1), 256); };
     auto release = [&](u32 barrier) {
         if (lane == 0) mbarrier_arrive(barrier);
     };
@@ -263,7 +258,7 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
         release(shared.v_empty(v_ring.stage));
         v_ring.next();
     };
-    if (C::PingPong && wg == 0) named_barrier_arrive(1, 256);  // the first turn is free
+    if (wg == 0) named_barrier_arrive(1, 256);  // the first turn is free
     for (;; q_ring.next()) {
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.phase);
         const PrefillWork work = *reinterpret_cast<const PrefillWork*>(shared.work(q_ring.stage));
@@ -297,7 +292,7 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
             wgmma_wait<0>();
             scores_done(end - 1);
             exponents(end - 1);
-            rows.add<T, N, C::CubicEvery>(s, p, shrink, true);
+            rows.add<T, N>(s, p, shrink, true);
             if (end - 1 > first) mbarrier_wait(shared.k_full(k_ring.stage), k_ring.phase);
             for (int tile = end - 2; tile >= first; --tile) {
                 turn_wait();
@@ -312,7 +307,7 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
                 // the second product.
                 if (tile > first) mbarrier_wait(shared.k_full(k_ring.stage), k_ring.phase);
                 results_done();
-                if (rows.add<T, N, C::CubicEvery>(s, p, shrink, false)) {
+                if (rows.add<T, N>(s, p, shrink, false)) {
 #pragma unroll
                     for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i / 2 % 2];
                 }
@@ -327,7 +322,7 @@ __device__ __forceinline__ void consume(const PrefillShared<C>& shared, const Pr
     }
 }
 
-template <typename T, int D, int N, int Groups, bool SoftCap, int Stages, bool PingPong, int CubicEvery, int QStages>
+template <typename T, int D, int N, int Groups, bool SoftCap, int Stages, int QStages>
 __global__ void __launch_bounds__(128 * (Groups + 1), 1)
 paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                    const __grid_constant__ TensorMap v_map, T* __restrict__ out, float* __restrict__ partial,
@@ -335,7 +330,7 @@ paged_prefill_sm90(const __grid_constant__ TensorMap q_map, const __grid_constan
                    const PrefillWork* __restrict__ work_list, const int* __restrict__ num_work, int* counters,
                    int num_kv_heads, int group, int block_shift, int rows_per_tile, float score_scale,
                    float exponent_scale, int window) {
-    using C = PrefillConfig<T, D, N, Groups, SoftCap, Stages, PingPong, CubicEvery, QStages>;
+    using C = PrefillConfig<T, D, N, Groups, SoftCap, Stages, QStages>;
     extern __shared__ u8 smem[];
     const u32 base = (smem_addr(smem) + 1023) & ~1023u;
     const PrefillShared<C> shared{base, smem + (base - smem_addr(smem))};

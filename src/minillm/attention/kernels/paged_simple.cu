@@ -23,6 +23,7 @@ constexpr int kRows = 16;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kRowsPerWarp = kRows / kWarps;
+constexpr int kInFlight = 4;  // 16-byte loads of K, and of V, that a thread has under way
 
 struct Tile {
     int sequence;  // -1: there are fewer tiles than thread blocks, this one has nothing to do
@@ -105,28 +106,44 @@ paged_simple(T* __restrict__ out, const T* __restrict__ q, const T* __restrict__
     const int end = first_pos + tokens;  // keys that the tile's last token sees
     const int start = window > 0 ? max(0, first_pos - window + 1) / kKeys * kKeys : 0;
     const int vectors = head_dim / kPer16B<T>;
+    // Where key `key` of this KV head lies. Looked up a step ahead, by warp 0, one key per lane.
+    const auto offset_of = [&](int key) -> i64 {
+        if (key >= end) return 0;
+        const i64 block = block_tables[tile.sequence * table_stride + key / block_size];
+        return block * block_stride + (i64(kv_head) * block_size + key % block_size) * head_dim;
+    };
+    i64 next_offset = warp == 0 ? offset_of(start + lane) : 0;
     for (int key0 = start; key0 < end; key0 += kKeys) {
-        if (warp == 0 && key0 + lane < end) {
-            const int key = key0 + lane;
-            const i64 block = block_tables[tile.sequence * table_stride + key / block_size];
-            key_offset[lane] = block * block_stride + (i64(kv_head) * block_size + key % block_size) * head_dim;
-        }
+        if (warp == 0) key_offset[lane] = next_offset;
         __syncthreads();  // also: all warps are done with the previous step's K and V, and q is complete
-        for (int i = threadIdx.x; i < kKeys * vectors; i += kThreads) {
-            const int key = i / vectors, dim = i % vectors * kPer16B<T>;
-            float k[kPer16B<T>] = {}, v[kPer16B<T>] = {};
-            if (key0 + key < end) {
-                unpack16<T>(load16(k_cache + key_offset[key] + dim), k);
-                unpack16<T>(load16(v_cache + key_offset[key] + dim), v);
+        for (int first = threadIdx.x; first < kKeys * vectors; first += kInFlight * kThreads) {
+            uint4 k_raw[kInFlight], v_raw[kInFlight];
+#pragma unroll
+            for (int n = 0; n < kInFlight; ++n) {
+                const int i = first + n * kThreads, key = i / vectors, dim = i % vectors * kPer16B<T>;
+                k_raw[n] = v_raw[n] = make_uint4(0, 0, 0, 0);
+                if (key < kKeys && key0 + key < end) {
+                    k_raw[n] = load16(k_cache + key_offset[key] + dim);
+                    v_raw[n] = load16(v_cache + key_offset[key] + dim);
+                }
             }
 #pragma unroll
-            for (int j = 0; j < kPer16B<T>; j += 4) {
-                *reinterpret_cast<float4*>(k_tile + key * k_pitch + dim + j) =
-                    make_float4(k[j], k[j + 1], k[j + 2], k[j + 3]);
-                *reinterpret_cast<float4*>(v_tile + key * kVPitch + dim + j) =
-                    make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
+            for (int n = 0; n < kInFlight; ++n) {
+                const int i = first + n * kThreads, key = i / vectors, dim = i % vectors * kPer16B<T>;
+                if (key >= kKeys) break;
+                float k[kPer16B<T>], v[kPer16B<T>];
+                unpack16<T>(k_raw[n], k);
+                unpack16<T>(v_raw[n], v);
+#pragma unroll
+                for (int j = 0; j < kPer16B<T>; j += 4) {
+                    *reinterpret_cast<float4*>(k_tile + key * k_pitch + dim + j) =
+                        make_float4(k[j], k[j + 1], k[j + 2], k[j + 3]);
+                    *reinterpret_cast<float4*>(v_tile + key * kVPitch + dim + j) =
+                        make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
+                }
             }
         }
+        if (warp == 0) next_offset = offset_of(key0 + kKeys + lane);
         __syncthreads();
 
         // Scores: lane l has key key0 + l, for each of the warp's rows.

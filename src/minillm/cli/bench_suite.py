@@ -1,0 +1,293 @@
+"""`minillm bench NAME` for whole engines, and what works on all results: report, history, all."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minillm.cli import console
+from minillm.cli.bench_frame import (
+    RESULTS,
+    Device,
+    FromCSV,
+    Model,
+    Quick,
+    Repeats,
+    Seed,
+    bench_app,
+    device_of,
+    publish,
+)
+from minillm.cli.options import with_options
+from minillm.core.errors import MiniLLMError
+
+_Results = Annotated[Path, typer.Option("--results", help="Folder with the CSV files and the history.")]
+_Batches = Annotated[
+    list[int] | None, typer.Option("--batch", min=1, help="Requests together; may be repeated.", show_default=False)
+]
+
+DEFAULT_MODEL = "smollm2-135m"
+QUICK_FOLDER = "quick"
+
+
+@bench_app.command("static")
+@with_options()
+def static(
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated [CPU: float32, auto; GPU: float16, bfloat16].", show_default=False),
+    ] = None,
+    batch: _Batches = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 32,
+    repeats: Repeats = 5,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "static.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """Static batching: a batch runs from its first step to its last; batch 1, 2, 4, 8, 16 if not given, per dtype."""
+    from minillm.bench import static_batching as bench
+
+    rows = None
+    if from_csv is None:
+        where = device_of(device).type
+        options = bench.Options(
+            model=model,
+            device=where,
+            dtypes=dtype or (("float32", "auto") if where == "cpu" else ("float16", "bfloat16")),
+            batches=batch or bench.BATCHES,
+            prompt=prompt,
+            output=output_tokens,
+            repeats=repeats,
+            seed=seed,
+        )
+        rows = bench.measure(options, console.info)
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
+@bench_app.command("offline")
+@with_options()
+def offline(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="As for `minillm generate`, or random:NAME [CPU: smollm2-135m; GPU: random:qwen3-0.6b].",
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    requests: Annotated[int | None, typer.Option(min=1, help="[GPU: 256; CPU: 32]", show_default=False)] = None,
+    max_prompt: Annotated[
+        int | None, typer.Option(min=1, help="Cut prompts to so many tokens [CPU: 256].", show_default=False)
+    ] = None,
+    max_output: Annotated[
+        int | None, typer.Option(min=1, help="Cut outputs to so many tokens [CPU: 64].", show_default=False)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")] = 256,
+    repeats: Repeats = 1,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "offline.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """Output tokens per second on the public offline workload: 256 requests, 100-1024 tokens in, 100-1024 out."""
+    from minillm.bench import common
+    from minillm.bench import offline as bench
+
+    rows = None
+    if from_csv is None:
+        where = device_of(device).type
+        small = where == "cpu"
+        options = bench.Options(
+            model=model or (DEFAULT_MODEL if small else "random:qwen3-0.6b"),
+            device=where,
+            dtype=dtype,
+            requests=requests or (32 if small else 256),
+            max_prompt=max_prompt or (256 if small else None),
+            max_output=max_output or (64 if small else None),
+            max_num_seqs=max_num_seqs,
+            repeats=repeats,
+            seed=seed,
+        )
+        rows, last = bench.measure(options, console.info)
+        common.write_csv(bench.curve_path(output), bench.curve_rows(last))
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
+@bench_app.command("latency")
+@with_options()
+def latency(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="As for `minillm generate`, or random:NAME [CPU: smollm2-135m; GPU: random:qwen3-0.6b].",
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    batch: _Batches = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Prompt tokens of first-token times; may be repeated.", show_default=False),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens of the batches [CPU: 128; GPU: 512].", show_default=False)
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(min=3, help="Output tokens of the batches.")] = 33,
+    repeats: Repeats = 5,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "latency.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """Time to the first token by prompt length and per token by batch, each as measured / floor."""
+    from minillm.bench import latency as bench
+
+    rows = None
+    if from_csv is None:
+        where = device_of(device).type
+        small = where == "cpu"
+        options = bench.Options(
+            model=model or (DEFAULT_MODEL if small else "random:qwen3-0.6b"),
+            device=where,
+            dtype=dtype,
+            batches=batch or ((1, 2, 4, 8, 16) if small else (1, 8, 32, 64, 128, 256)),
+            prompts=prompt or ((32, 128, 512) if small else (128, 1024, 8192)),
+            context=context or (128 if small else 512),
+            output=output_tokens,
+            repeats=repeats,
+            seed=seed,
+        )
+        rows = bench.measure(options, console.info)
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
+@bench_app.command("report")
+@with_options()
+def report(
+    results: _Results = RESULTS,
+    output: Annotated[
+        Path | None, typer.Option(help="Markdown file to write [report.md in the folder].", show_default=False)
+    ] = None,
+) -> None:
+    """One Markdown page with the tables and plots of all saved results, the tested environments and the history."""
+    _write_report(results, output or results / "report.md")
+
+
+def _write_report(results: Path, output: Path) -> None:
+    from minillm.bench import report as bench
+
+    titles = bench.write(results, output)
+    print(f"{output}: {len(titles)} sections: {', '.join(titles)}" if titles else f"{output}: no results in {results}")
+
+
+@bench_app.command("history")
+@with_options()
+def history(
+    results: _Results = RESULTS,
+    program: Annotated[str | None, typer.Option(help="Only this program's figures.", show_default=False)] = None,
+    fail: Annotated[bool, typer.Option("--fail-on-regression", help="Exit code 1 if there is a regression.")] = False,
+) -> None:
+    """Every headline figure's last value against its earlier runs; regressions beyond the noise seen are flagged."""
+    if _show_history(results, program) and fail:
+        raise typer.Exit(console.FAILURE)
+
+
+def _show_history(results: Path, program: str | None) -> bool:
+    """Print and draw the changes; whether there is a regression."""
+    from minillm.bench import common, drawing
+    from minillm.bench import history as bench
+    from minillm.bench.report import draw_history, summary
+
+    found = bench.changes(bench.read(results / "history.csv"))
+    if program is not None:
+        found = [change for change in found if change.last.program == program]
+    console.answer_console().print(common.make_table("Last run against those before", *bench.table_cells(found)))
+    print(summary(found))
+    if drawing.has_matplotlib() and any(change.earlier for change in found):
+        draw_history(found, results / "history.png")
+        console.info(f"drawn: {results / 'history.png'}")
+    return any(change.verdict == "REGRESSION" for change in found)
+
+
+QUICK: dict[str, list[str]] = {
+    "static": ["--model", "random:tiny", "--dtype", "float32", "--dtype", "bfloat16", "--repeats", "3"],
+    "offline": ["--model", "random:tiny", "--requests", "32", "--max-prompt", "128", "--max-output", "48"],
+    "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
+    **{name: ["--quick"] for name in ("sla", "sla-model", "prefix", "prefix-model")},
+    "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
+    "materialize": ["--layers", "4", "--length", "128", "--length", "1024", "--iterations", "5"],
+    "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
+    "swap": ["--blocks", "4", "--blocks", "16", "--repeats", "3"],
+}
+"""What each program is run with by `bench all --quick`. Those that are not here are not part of it."""
+NOT_QUICK = {"cpu": "it compares with transformers on the built-in model, minutes and a download"}
+GPU_ONLY = {
+    "decode-peers": ["paged-attention", "--peers", "decode"],
+    "prefill-peers": ["paged-attention", "--peers", "prefill"],
+}
+"""Programs that have nothing to measure without a GPU, with their command."""
+
+
+@bench_app.command("all")
+@with_options()
+def run_all(
+    quick: Quick = False,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            help="Folder to write to [benchmarks/results; with --quick its folder quick].",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Every program, then the report and the history. A program that fails is named, and the others still run."""
+    from minillm.bench.program import PROGRAMS
+
+    results = results or (RESULTS / QUICK_FOLDER if quick else RESULTS)
+    begin, failed = time.perf_counter(), []
+    has_gpu = device_of("auto").type == "cuda"
+    for name in PROGRAMS:
+        if name in GPU_ONLY and not has_gpu:
+            console.info(f"{name}: skipped: it needs a GPU")
+            continue
+        if quick and name not in QUICK:
+            console.info(f"{name}: skipped by --quick: {NOT_QUICK.get(name, 'it has no small form')}")
+            continue
+        if not _run_program(name, results, quick):
+            failed.append(name)
+    _write_report(results, results / "report.md")
+    _show_history(results, None)
+    print(f"{time.perf_counter() - begin:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    if failed:
+        raise typer.Exit(console.FAILURE)
+
+
+def _run_program(name: str, results: Path, quick: bool) -> bool:
+    """Run one program's command; an error of its own is one line, and False."""
+    from minillm.bench.program import get_program
+    from minillm.cli.app import app
+
+    arguments = [*GPU_ONLY.get(name, [name]), *(QUICK[name] if quick else [])]
+    start = time.perf_counter()
+    console.info(f"-- {name}")
+    try:
+        app(["bench", *arguments, "--output", str(results / get_program(name).csv)], standalone_mode=False)
+    except MiniLLMError as error:
+        console.print_error(f"{name}: {error}")
+        return False
+    except Exception as error:
+        console.print_error(f"{name}: {type(error).__name__}: {error}")
+        return False
+    console.info(f"{name}: {time.perf_counter() - start:.1f} s")
+    return True
