@@ -26,5 +26,5 @@ def test_quick_runs_write_results_and_history_and_show_them_again(cli, tmp_path:
 
 def test_a_trace_that_is_not_there_is_named(cli, tmp_path: Path) -> None:
     done = cli("bench", "prefix", "--trace", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "x.csv"))
-    assert done.code == 2
-    assert "none.jsonl" in done.err
+    assert done.code == 1
+    assert "none.jsonl: it cannot be read" in done.err

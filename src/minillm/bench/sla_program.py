@@ -201,9 +201,7 @@ MODEL_PROGRAM = Program(
     tables=lambda rows: {f"Priority classes ({provenance(rows, _source(rows))})": table_cells(rows)},
     plots={"": draw_model},
     figures=lambda rows: [
-        Figure(f"{HIGH} TTFT p99, {row['policy']}", float(row["ttft_p99_s"]), "s", "lower")
-        for row in rows
-        if row["class"] == HIGH
+        Figure(f"{row['class']} TTFT p99, {row['policy']}", float(row["ttft_p99_s"]), "s", "lower") for row in rows
     ],
     settings=lambda rows: f"load {rows[0]['load']}; {_source(rows)}",
 )
