@@ -58,6 +58,10 @@ bench-cpu: $(BENCH_STAMP) ## the engine against transformers on this CPU
 bench-scheduler: $(RUN_STAMP) ## time of schedule + commit per step
 	$(BIN)/minillm bench scheduler
 
+.PHONY: bench-quick
+bench-quick: $(BENCH_STAMP) ## every benchmark program in small, the report and the history
+	$(BIN)/minillm bench all --quick
+
 .PHONY: clean
 clean: ## remove the environment and tool caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from minillm.bench import common, kernel_sweep, materialize, paged_attention, peers, plots, swap  # noqa: E402
+from minillm.bench import common, drawing, kernel_sweep, materialize, paged_attention, peers, plots, swap  # noqa: E402
 from minillm.bench.common import Verdict, markdown_table  # noqa: E402
 
 Rows = Sequence[Mapping[str, str]]
@@ -38,15 +38,23 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> str:
 
 
 def _peers(rows: Rows, table: str) -> str:
-    failed = sorted({f"{r['family']} {r['variant']}: {r['status']}" for r in rows if r["status"] != "ok"})
+    failed: dict[str, set[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            heads = f"{row['num_heads']}/{row['num_kv_heads']}"
+            failed.setdefault(f"{row['family']} {row['variant']}", set()).add(heads)
     parts = [
         f"`minillm bench paged-attention --peers {table}`; {peers.provenance(rows)}.",
         markdown_table(*peers.table_cells(table, rows)),
         _verdict_lines(peers.verdicts(table, rows)),
+        "Best variant's time over ours, geometric mean over the shapes that it takes: "
+        + ", ".join(f"{family} {mean:.2f}" for family, mean in peers.family_means(rows).items())
+        + ".",
         f"![{table} against peers](../benchmarks/results/{table}_peers.png)",
     ]
     if failed:
-        parts.append("Variants that did not run at some shape: " + "; ".join(failed) + ".")
+        names = [f"{name} ({', '.join(sorted(heads))})" for name, heads in sorted(failed.items())]
+        parts.append(f"Variants that do not take some shapes (the reason is in the CSV file): {'; '.join(names)}.")
     return "\n\n".join(parts)
 
 
@@ -132,7 +140,7 @@ def main() -> int:
     PAGE.write_text(new)
     for name, draw in PLOTS.items():
         path = RESULTS / f"{name}.csv"
-        if path.exists() and plots.has_matplotlib():
+        if path.exists() and drawing.has_matplotlib():
             draw(common.read_csv(path), path.with_suffix(".png"))
     return 0
 

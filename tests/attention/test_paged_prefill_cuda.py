@@ -332,6 +332,39 @@ def test_large_scores_do_not_overflow() -> None:
         assert relative_error(step.run(kernel), want) < 3e-3, kernel.source
 
 
+def grow_towards_the_start(step: Step) -> None:
+    """Scale the keys so that scores grow from the last position to the first, the order that tiles are taken in."""
+    for table, (_, context) in zip(step.tables, step.case.lens, strict=True):
+        factor = torch.linspace(40.0, 0.5, max(1, len(table)), device="cuda")[:, None, None, None]
+        blocks = torch.tensor(table, dtype=torch.int64, device="cuda")
+        if context:
+            step.k[blocks] = (step.k[blocks].float() * factor).to(step.k.dtype)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 500])
+def test_scores_that_grow_from_tile_to_tile(dtype: torch.dtype, window: int | None) -> None:
+    step = make_step(Case(MIXED, (32, 8), 128, dtype=dtype, window=window))
+    grow_towards_the_start(step)
+    want = step.reference()
+    for kernel in kernels_of(128):
+        assert relative_error(step.run(kernel), want) < RELATIVE_ERROR[dtype], kernel.source
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("grow", [False, True])
+def test_a_row_does_not_depend_on_the_rows_of_its_tile(grow: bool) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernel has tiles of two sizes")
+    step = make_step(Case(MIXED))
+    if grow:
+        grow_towards_the_start(step)
+    assert torch.equal(step.run(sm90_kernel(64, warpgroups=2)), step.run(sm90_kernel(64, warpgroups=3)))
+
+
 @pytest.mark.cuda
 @needs_gpu
 def test_a_captured_graph_follows_the_plan() -> None:

@@ -13,10 +13,12 @@ from minillm.core.errors import ConfigError
 WHERE = {"date": "2030-01-01", "commit": "abc", "device": "gpu", "cores": "2", "python": "3.11", "torch": "2.13"}
 
 
-def series(tmp_path, values, better="higher", **changes):
+def series(tmp_path, values, better="higher", spread=0.0, **changes):
     path = tmp_path / "results" / "history.csv"
     for value in values:
-        history.append("static", "m", [Figure("speed", value, "tok/s", better)], {**WHERE, **changes}, path=path)
+        history.append(
+            "static", "m", [Figure("speed", value, "tok/s", better, spread)], {**WHERE, **changes}, path=path
+        )
     return path
 
 
@@ -27,9 +29,9 @@ def verdict(path):
 
 def test_rows_are_appended_and_read_back(tmp_path):
     path = series(tmp_path, [10.0, 11.5])
-    assert path.read_text().count("date,commit") == 1
+    assert [line.count("2030-01-01") for line in path.read_text().splitlines()] == [0, 1, 1]
     entries = history.read(path)
-    assert [entry.value for entry in entries] == [10.0, 11.5]
+    assert [entry.figure.value for entry in entries] == [10.0, 11.5]
     assert (entries[0].program, entries[0].settings, entries[0].transformers) == ("static", "m", "none")
 
 
@@ -42,6 +44,7 @@ def test_rows_are_appended_and_read_back(tmp_path):
         ([10, 12.1], "higher", "better"),
         ([10, 12.1], "lower", "REGRESSION"),
         ([10, 7.9], "lower", "better"),
+        ([10, 10, 8.1], "higher", "same"),
         ([10, 10, 10, 9.6], "higher", "same"),  # 5 % at least
         ([10, 10, 10, 9.4], "higher", "REGRESSION"),
         ([10, 9, 11, 10, 9, 11, 6], "higher", "same"),  # as noisy as it always was: 3 x 1.4826 x 1
@@ -51,6 +54,16 @@ def test_rows_are_appended_and_read_back(tmp_path):
 )
 def test_a_change_is_flagged_beyond_the_noise_seen(tmp_path, values, better, expected):
     assert verdict(series(tmp_path, values, better)) == expected
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(2.9, "REGRESSION"), (3.1, "same")])
+def test_a_change_within_the_range_of_the_repeats_is_none(tmp_path, spread, expected):
+    assert verdict(series(tmp_path, [10, 10, 10, 10, 7.0], spread=spread)) == expected
+
+
+def test_a_noisy_last_run_is_believed_no_more_than_its_own_repeats(tmp_path):
+    path = series(tmp_path, [10, 10, 10, 10])
+    assert verdict(series(tmp_path, [7.0], spread=4.0)) == "same" and len(history.read(path)) == 5
 
 
 def test_only_equal_settings_devices_and_figures_are_compared(tmp_path):
@@ -64,7 +77,7 @@ def test_only_equal_settings_devices_and_figures_are_compared(tmp_path):
 
 
 def test_the_table_shows_the_change_and_the_noise(tmp_path):
-    found = history.changes(history.read(series(tmp_path, [100.0, 100.0, 80.0])))
+    found = history.changes(history.read(series(tmp_path, [100.0, 100.0, 100.0, 80.0])))
     columns, (row,) = history.table_cells(found)
     assert len(columns) == len(row)
     assert row[0] == "static (m): speed" and "-20.0 %" in row and "5.0 %" in row and row[-1] == "REGRESSION"
@@ -80,7 +93,7 @@ def test_figures_that_are_not_finite_are_left_out_and_an_absent_file_is_empty(tm
 @pytest.mark.parametrize(("text", "message"), [("a,b\n1,2\n", "not a history"), (None, "line 2")])
 def test_a_file_of_another_kind_is_refused(tmp_path, text, message):
     path = series(tmp_path, [1.0])
-    path.write_text(text if text is not None else path.read_text().replace(",1.0,", ",fast,"))
+    path.write_text(text if text is not None else path.read_text().replace(": 1.0,", ": fast,"))
     with pytest.raises(ConfigError, match=message):
         history.read(path)
 

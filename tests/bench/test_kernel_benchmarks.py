@@ -168,6 +168,10 @@ def test_comparisons_take_each_familys_best_variant() -> None:
         assert item.ratio == pytest.approx(2.0, rel=1e-3) and math.isnan(item.us("torch"))
 
 
+def test_family_means_are_over_the_shapes_that_both_have() -> None:
+    assert peers.family_means(decode_rows(0.5)) == {"flashinfer": pytest.approx(2.0, rel=1e-3)}
+
+
 def test_verdicts_follow_the_rows() -> None:
     fast = peers.verdicts("decode", decode_rows(0.8))
     assert [verdict.met for verdict in fast] == [True] * 5
@@ -207,6 +211,7 @@ def test_geometric_mean() -> None:
 
 def test_paged_attention_verdicts_follow_the_rows() -> None:
     row = {"direct_path": "direct", "context_len": "4096", "speedup_over_token_loop": "170"}
-    found = paged_attention.verdicts([{**row, "speedup_over_contiguous": "0.99"}])
-    assert [verdict.met for verdict in found] == [True, False]
+    replay = {"direct_replay_us": "8.0", "contiguous_replay_us": "8.1"}
+    found = paged_attention.verdicts([{**row, **replay, "speedup_over_contiguous": "0.99"}])
+    assert [verdict.met for verdict in found] == [True, False, True]
     assert paged_attention.verdicts([{**row, "direct_path": "cpu", "speedup_over_contiguous": "0.5"}]) == []

@@ -36,6 +36,6 @@ def test_a_table_is_replaced_between_its_markers_and_stays_without_its_file(tool
     common.write_csv(tmp_path / "decode_peers.csv", decode_rows(0.8))
     new = tool.filled(page, tmp_path)
     assert "old" not in new and "| 32/8, 128 | 64 x 4,096 |" in new and "- met: best peer's time over ours" in new
-    assert "torch cudnn: ImportError: no such module" in new
+    assert "torch cudnn (14/2, 16/8, 32/8)" in new
     assert new.endswith("b\n<!-- table: swap -->\nkept\n<!-- end -->\n")
     assert tool.filled(new, tmp_path) == new

@@ -60,7 +60,7 @@ def test_materialize_measures_writes_and_draws(cli, tmp_path: Path) -> None:
             time = PathTime.from_columns(name, row)
             layers = 2 if name == "all_layers" else 1
             moved = 2 * 2 * 2 * 64 * 2 * int(row["context_len"]) * layers
-            assert time and float(row[f"{name}_gbps"]) == pytest.approx(moved / time.median_ms / 1e6, abs=0.01)
+            assert time and float(row[f"{name}_gbps"]) == pytest.approx(moved / time.median_ms / 1e6, rel=0.01)
     assert "Cost by least squares" in done.out and path.with_suffix(".png").stat().st_size > 10_000
     assert cli("bench", "materialize", "--from-csv", str(path)).out == done.out
 

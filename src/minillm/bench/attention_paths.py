@@ -29,6 +29,10 @@ class AttentionPath(Protocol):
         """What is done once per step, whatever the number of layers."""
         ...
 
+    def prepare(self) -> None:
+        """Plan, and read the block table: leaves both in the cache, as the start of a step does."""
+        ...
+
     def run(self, layer: int) -> Tensor:
         """The result of `layer`: [T, num_heads, head_dim], in a buffer that the next call overwrites."""
         ...
@@ -50,15 +54,22 @@ def attend_contiguous(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
     return out.transpose(1, 2).reshape(q.shape)
 
 
-class _Stateless:
+class _Path:
+    """A path over a batch; planning is nothing unless a class says otherwise."""
+
     def __init__(self, batch: AttentionBatch) -> None:
         self.batch = batch
 
     def plan(self) -> None:
         """Nothing."""
 
+    def prepare(self) -> None:
+        """See :class:`AttentionPath`."""
+        self.plan()
+        self.batch.block_tables.sum()
 
-class TokenLoop(_Stateless):
+
+class TokenLoop(_Path):
     """Materialise token by token, then attend; one sequence."""
 
     name = "token_loop"
@@ -72,7 +83,7 @@ class TokenLoop(_Stateless):
         return _attend_tokens(self.batch, layer, *self.materialize(layer))
 
 
-class Gather(_Stateless):
+class Gather(_Path):
     """Materialise by one gather of blocks each for K and V, then attend; one sequence."""
 
     name = "gather"
@@ -81,6 +92,10 @@ class Gather(_Stateless):
         super().__init__(batch)
         # A device index: the benchmark is of the gather, not of copying a list to the device.
         self._table = torch.tensor(batch.tables[0], dtype=torch.int64, device=batch.device)
+
+    def prepare(self) -> None:
+        """See :class:`AttentionPath`."""
+        self._table.sum()
 
     def materialize(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [context, num_kv_heads, head_dim]."""
@@ -91,7 +106,7 @@ class Gather(_Stateless):
         return _attend_tokens(self.batch, layer, *self.materialize(layer))
 
 
-class Contiguous(_Stateless):
+class Contiguous(_Path):
     """Attention over contiguous K and V of all layers, laid out beforehand as torch's fused attention likes it."""
 
     name = "contiguous"
@@ -105,7 +120,7 @@ class Contiguous(_Stateless):
         return attend_contiguous(self.batch.q[layer], *self._kv[layer], self.batch.params.scale)
 
 
-class CPUPath:
+class CPUPath(_Path):
     """The CPU path of the runner (its gather and fused attention), which also writes the step's K and V."""
 
     name = "cpu"
@@ -114,7 +129,7 @@ class CPUPath:
         from minillm.attention.cpu import GatherWorkspace, PagedAttentionContext
         from minillm.attention.metadata import AttentionMetadata
 
-        self.batch = batch
+        super().__init__(batch)
         size = batch.shape.block_size
         ends = [(table, length - 1) for table, length in zip(batch.tables, batch.context_lens, strict=True)]
         slots = torch.tensor([table[at // size] * size + at % size for table, at in ends])
@@ -139,7 +154,7 @@ class CPUPath:
         return self._current.attend(layer, self.batch.q[layer], *self._kv[layer])
 
 
-class Simple:
+class Simple(_Path):
     """The simple CUDA kernel: any head dim, one launch, no plan."""
 
     name = "simple"
@@ -147,12 +162,9 @@ class Simple:
     def __init__(self, batch: AttentionBatch) -> None:
         from minillm.attention.cuda_simple import paged_attention_simple
 
-        self.batch = batch
+        super().__init__(batch)
         self._attend = paged_attention_simple
         self.out = batch.new_output()
-
-    def plan(self) -> None:
-        """Nothing."""
 
     def run(self, layer: int) -> Tensor:
         """See :class:`AttentionPath`."""
@@ -169,7 +181,7 @@ class Simple:
         )
 
 
-class TunedDecode:
+class TunedDecode(_Path):
     """The tuned CUDA decode kernel."""
 
     name = "direct"
@@ -178,7 +190,7 @@ class TunedDecode:
         from minillm.attention.cuda_decode import DecodePlan, paged_decode
 
         shape = batch.shape
-        self.batch = batch
+        super().__init__(batch)
         self._attend = paged_decode
         self._plan = DecodePlan(
             batch.device,
@@ -212,7 +224,7 @@ class TunedDecode:
         )
 
 
-class TunedPrefill:
+class TunedPrefill(_Path):
     """The tuned CUDA prefill kernel."""
 
     name = "direct"
@@ -220,7 +232,7 @@ class TunedPrefill:
     def __init__(self, batch: AttentionBatch) -> None:
         from minillm.attention.cuda_prefill import PrefillPlan, paged_prefill
 
-        self.batch = batch
+        super().__init__(batch)
         self._attend = paged_prefill
         shape = batch.shape
         self._plan = PrefillPlan(

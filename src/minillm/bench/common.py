@@ -116,6 +116,11 @@ class Summary:
         """Summarise at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
+    @property
+    def spread(self) -> float:
+        """Greatest less least."""
+        return self.greatest - self.least
+
     def text(self, form: str = ".1f") -> str:
         """'median (least-greatest)'."""
         return f"{self.median:{form}} ({self.least:{form}}-{self.greatest:{form}})"

@@ -50,6 +50,15 @@ def ticks(axes: Axes, values: Sequence[float], label: str) -> None:
     axes.set_xlabel(label)
 
 
+def log_y(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers (60, not 6 x 10^1), few enough to read."""
+    from matplotlib.ticker import LogFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.4)))
+
+
 def grid(axes: Axes, title: str = "", y: str = "", legend: bool = True) -> None:
     """Grid, title, y label and legend in the common style."""
     axes.grid(True, which="major", alpha=0.3)

@@ -8,6 +8,7 @@ and operations alone (:mod:`minillm.bench.floors`), from ceilings measured in th
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from minillm.bench.program import Cells, Program, Rows, provenance
 from minillm.bench.runs import Target, drive, open_target, warm_up
 from minillm.bench.workloads import fixed
 
+CPU_BUDGET, GPU_BUDGET = 512, 8192
+"""Tokens of a step at most, prefill and decode together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to measure; lengths in tokens. `context` is the prompt of the decode batches."""
+    """What to measure; lengths in tokens. `context` is the prompt of the decode batches, `output` their steps."""
 
     model: str
     device: str
@@ -41,13 +45,20 @@ class Options:
 def measure(options: Options, progress: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """One row per prompt length and per batch size."""
     model = open_model(options.model, options.dtype, options.device)
-    longest = max(*options.prompts, options.context) + options.output
     batch = max(options.batches)
-    blocks = batch * (-(-(options.context + options.output) // 16) + 1) + -(-longest // 16)
+    budget = max(CPU_BUDGET if options.device == "cpu" else GPU_BUDGET, 2 * batch)
+    most = options.context + _outputs(options, batch, budget)
+    longest = max(max(options.prompts) + 1, most)
+    blocks = batch * (-(-most // 16) + 1) + -(-longest // 16)
     limits = floors.measure_limits(model.decoder.device, model.decoder.dtype)
     progress(f"ceilings: {limits.bytes_per_second / 1e9:,.1f} GB/s, {limits.flops_per_second / 1e12:,.2f} TFLOP/s")
     with open_target(
-        model, max_num_seqs=batch, max_model_len=longest, num_gpu_blocks_override=blocks, swap_space=0.0
+        model,
+        max_num_seqs=batch,
+        max_num_batched_tokens=budget,
+        max_model_len=longest,
+        num_gpu_blocks_override=blocks,
+        swap_space=0.0,
     ) as target:
         common_columns = {
             "model": target.name,
@@ -68,12 +79,20 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
         per_token = target.bytes_per_block // target.config.block_size
         for size in options.batches:
             samples = _decode_steps(target, options, size)
-            context = options.context + options.output // 2
+            context = options.context + _outputs(options, size, budget) - options.output // 2
             least = floors.decode_bytes(model.decoder, size, context, per_token) / limits.bytes_per_second
             row = {"kind": "decode", "batch": size, "tokens": context, **_columns(samples, least)}
             rows.append({**row, **common_columns})
             progress(f"decode, batch {size}: {statistics.median(samples) * 1e3:.2f} ms per step")
     return rows
+
+
+def _outputs(options: Options, batch: int, budget: int) -> int:
+    """Output tokens of each request, so that `options.output` steps decode the whole batch.
+
+    While the last prompts are computed, the first requests decode already: about a token per step of prefill.
+    """
+    return options.output + math.ceil(batch * options.context / (budget - batch))
 
 
 def _prefill_floor(decoder: Any, limits: Limits, prompt: int) -> float:
@@ -102,7 +121,8 @@ def _first_token(target: Target, options: Options, prompt: int) -> list[float]:
 
 def _decode_steps(target: Target, options: Options, batch: int) -> list[float]:
     """Seconds between commits of the steps that decode the whole batch and prefill nothing."""
-    work = fixed(batch, options.context, options.output, seed=options.seed + 1)
+    outputs = _outputs(options, batch, target.config.max_num_batched_tokens)
+    work = fixed(batch, options.context, outputs, seed=options.seed + 1)
     samples: list[float] = []
     for repeat in range(max(1, options.repeats // 2) + 1):
         steps = drive(target, work).steps
@@ -155,19 +175,19 @@ def draw(rows: Rows, path: Path) -> None:
         floor = [float(row["floor_ms"]) for row in chosen]
         axes.plot(x, floor, ls="--", color=drawing.PALETTE[3], label="floor: bytes and operations alone")
         drawing.ticks(axes, x, label)
-        axes.set_yscale("log")
+        drawing.log_y(axes)
         drawing.grid(axes, title, "milliseconds")
     drawing.save(figure, path, f"{rows[0]['model']}, {rows[0]['dtype']}; {provenance(rows)}")
 
 
 def figures(rows: Rows) -> list[Figure]:
     """Medians of every row."""
-    return [
-        Figure(f"first token, prompt {row['tokens']}", float(row["median_ms"]), "ms", "lower")
-        if row["kind"] == "ttft"
-        else Figure(f"token, batch {row['batch']}", float(row["median_ms"]), "ms", "lower")
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        name = f"first token, prompt {row['tokens']}" if row["kind"] == "ttft" else f"token, batch {row['batch']}"
+        spread = float(row["max_ms"]) - float(row["min_ms"])
+        found.append(Figure(name, float(row["median_ms"]), "ms", "lower", spread))
+    return found
 
 
 PROGRAM = Program(

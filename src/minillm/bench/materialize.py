@@ -103,7 +103,7 @@ def _measure_length(options: Options, timer: PathTimer, length: int, progress: P
         columns = (timed or PathTime(1, 0, 0, 0, 0, 0)).columns(name)
         row.update(columns if timed else dict.fromkeys(columns, ""))
         bytes_moved = moved * (options.layers if name == "all_layers" else 1)
-        row[f"{name}_gbps"] = f"{bytes_moved / timed.median_ms / 1e6:.2f}" if timed else ""
+        row[f"{name}_gbps"] = f"{bytes_moved / timed.median_ms / 1e6:.5g}" if timed else ""
     loop = times.get("token_loop")
     row["speedup_over_token_loop"] = f"{loop.median_ms / times['one_layer'].median_ms:.2f}" if loop else ""
     progress(f"{length:6,} tokens: " + ", ".join(f"{name} {time.median_ms:.4f} ms" for name, time in times.items()))

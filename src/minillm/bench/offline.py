@@ -151,8 +151,8 @@ def draw(rows: Rows, path: Path) -> None:
 
 def figures(rows: Rows) -> list[Figure]:
     """Median output tokens per second."""
-    rate = common.Summary.of([float(row["output_tok_per_s"]) for row in rows]).median
-    return [Figure("output rate", rate, "tok/s", "higher")]
+    rate = common.Summary.of([float(row["output_tok_per_s"]) for row in rows])
+    return [Figure("output rate", rate.median, "tok/s", "higher", rate.spread)]
 
 
 PROGRAM = Program(

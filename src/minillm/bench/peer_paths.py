@@ -11,14 +11,16 @@ tables compare with the best one by shape:
 Its ``plan()`` runs on the host once per step and is outside of the timing, as our own per-step plan kernel is; both
 are timed by themselves.
 
-torch's attention reads K and V that are contiguous already. Its variants are the fused backends, and the query heads of
-a group passed either as heads (``enable_gqa``) or, in decode, as query rows of their KV head ("packed").
+torch's attention reads K and V that are contiguous already. Its variants are the backend that it chooses by itself,
+each of the fused ones, and the query heads of a group passed either as heads (``enable_gqa``) or, in decode, as query
+rows of their KV head ("packed").
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +90,14 @@ class PeerStore:
 
 class _FlashInfer:
     """What FlashInfer's two wrappers have in common."""
+
+    def plan(self) -> None:
+        """FlashInfer's division of the step, on the host."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """See :class:`~minillm.bench.attention_paths.AttentionPath`."""
+        self.plan()
 
     def __init__(self, store: PeerStore, layout: str) -> None:
         self.store = store
@@ -177,7 +187,8 @@ class TorchAttention:
 
     name = "torch"
 
-    def __init__(self, store: PeerStore, backend: SDPBackend, *, packed: bool) -> None:
+    def __init__(self, store: PeerStore, backend: SDPBackend | None, *, packed: bool) -> None:
+        """With `backend` None torch chooses."""
         batch = store.batch
         self.batch = batch
         self.backend = backend
@@ -197,10 +208,13 @@ class TorchAttention:
     def plan(self) -> None:
         """Nothing."""
 
+    def prepare(self) -> None:
+        """Nothing."""
+
     def run(self, layer: int) -> Tensor:
         """See :class:`~minillm.bench.attention_paths.AttentionPath`."""
         keys, values = self.kv[layer]
-        with sdpa_kernel(self.backend):
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
             out = F.scaled_dot_product_attention(self.q[layer], keys, values, **self.options)
         return out if self.packed else out.transpose(1, 2)  # views that the gate reshapes: no copy in the timed part
 
@@ -219,6 +233,7 @@ def decode_contenders(batch: AttentionBatch) -> Iterator[Contender]:
                             store, layout, tensor_cores=cores, graph_plan=graph
                         ),
                     )
+    yield _torch_contender(store, None, packed=False)
     for packed in (False, True):
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             yield _torch_contender(store, backend, packed)
@@ -236,12 +251,12 @@ def prefill_contenders(batch: AttentionBatch) -> Iterator[Contender]:
                     lambda layout=layout, backend=backend: FlashInferPrefill(store, layout, backend=backend),  # type: ignore[misc]
                 )
     if batch.query_lens == batch.context_lens:
-        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        for kernel in (None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield _torch_contender(store, kernel, packed=False)
 
 
-def _torch_contender(store: PeerStore, backend: SDPBackend, packed: bool) -> Contender:
-    kernel = backend.name.removesuffix("_ATTENTION").lower()
+def _torch_contender(store: PeerStore, backend: SDPBackend | None, packed: bool) -> Contender:
+    kernel = "its choice" if backend is None else backend.name.removesuffix("_ATTENTION").lower()
     return Contender(
         "torch", f"{kernel}{' packed' if packed else ''}", lambda: TorchAttention(store, backend, packed=packed)
     )

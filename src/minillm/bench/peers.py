@@ -10,6 +10,7 @@ wrong result ends the run. What is done once per step (``plan``) is not in the t
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +23,11 @@ from minillm.bench.attention_batch import AttentionBatch, AttentionShape, Error,
 from minillm.bench.attention_paths import AttentionPath, direct_path
 from minillm.bench.common import Verdict, geometric_mean
 from minillm.bench.peer_paths import Contender, decode_contenders, prefill_contenders
-from minillm.bench.timing import Ceilings, ReplayTime, StepGraph, l2_bytes, measure_ceilings, time_graphs
+from minillm.bench.timing import Ceilings, ReplayTime, StepGraph, measure_ceilings, step_layers, time_graphs
 
 Progress = Callable[[str], None]
 
 OURS = "minillm"
-CACHE_FACTOR = 3
-"""Inputs of a step's layers exceed the L2 cache this many times."""
-MIN_LAYERS = 3
 PLAN_REPEATS = 20
 
 
@@ -147,7 +145,7 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
     queries, contexts = [shape.query_len] * shape.batch, [shape.context_len] * shape.batch
     token_bytes = attention.num_heads * attention.head_dim * attention.dtype.itemsize
     layer_bytes = attention.kv_bytes(contexts) + sum(queries) * token_bytes
-    layers = max(MIN_LAYERS, math.ceil(CACHE_FACTOR * l2_bytes(device) / layer_bytes))
+    layers = step_layers(layer_bytes, device)
     batch = AttentionBatch(attention, queries, contexts, device=device, layers=layers)
     peers = decode_contenders(batch) if shape.query_len == 1 else prefill_contenders(batch)
     contenders = [*([Contender(OURS, "direct", lambda: direct_path(batch))] if ours else []), *peers]
@@ -171,9 +169,15 @@ def measure_shape(shape: PeerShape, rounds: int, device: torch.device, *, ours: 
         except Exception as error:
             if contender.family == OURS:
                 raise
-            made.append((contender, None, math.nan, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+            made.append((contender, None, math.nan, _reason(error)))
     times = time_graphs(graphs, rounds)
     return layers, [Entry(c, error, times.get(_key(c)), plan, status) for c, error, plan, status in made]
+
+
+def _reason(error: Exception) -> str:
+    """The error's first line without the places in generated sources that peers name."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.sub(r"( in function '.*?')? at /\S+", "", text)[:200]
 
 
 def _key(contender: Contender) -> str:
@@ -260,6 +264,16 @@ def comparisons(rows: Sequence[Mapping[str, str]]) -> Iterator[Comparison]:
         if family not in best or float(row["median_us"]) < float(best[family]["median_us"]):
             best[family] = row
     return (Comparison(shape, best) for shape, best in by_shape.items())
+
+
+def family_means(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
+    """Geometric mean of each peer family's best time over ours, at the shapes that both have."""
+    items = [item for item in comparisons(rows) if OURS in item.best]
+    families = sorted({family for item in items for family in item.best if family != OURS})
+    return {
+        family: geometric_mean([item.us(family) / item.us(OURS) for item in items if family in item.best])
+        for family in families
+    }
 
 
 def verdicts(table: str, rows: Sequence[Mapping[str, str]]) -> list[Verdict]:

@@ -38,7 +38,7 @@ LABELS = {
 
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    drawing.log_y(axes)
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45, ha="right")
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel(label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,11 +33,9 @@ def _shape(rows: Rows) -> str:
 def _cpu_figures(rows: Rows) -> list[Figure]:
     figures = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        mine = statistics.median(cpu_bench.by_contender(rows, workload)[cpu_bench.ENGINE])
-        if workload == "load":
-            figures.append(Figure("load", mine, "s", "lower"))
-        else:
-            figures.append(Figure(workload, mine, "tok/s", "higher"))
+        mine = common.Summary.of(cpu_bench.by_contender(rows, workload)[cpu_bench.ENGINE])
+        unit, better = ("s", "lower") if workload == "load" else ("tok/s", "higher")
+        figures.append(Figure(workload, mine.median, unit, better, mine.spread))
     return figures
 
 
@@ -94,7 +91,7 @@ def draw_scheduler(rows: Rows, path: Path) -> None:
         colour = drawing.PALETTE[(3, 0, 2, 1)[number]]
         axes.plot(running, [float(row[column]) for row in rows], marker="o", ms=4, color=colour, label=label)
     drawing.ticks(axes, running, "running requests")
-    axes.set_yscale("log")
+    drawing.log_y(axes)
     drawing.grid(axes, "CPU cost of a step of the scheduler", "microseconds per step")
     drawing.save(figure, path, provenance(rows))
 
@@ -121,7 +118,11 @@ SCHEDULER = Program(
 
 def _path_figures(path: str, rows: Rows) -> list[Figure]:
     times = {row["context_len"]: PathTime.from_columns(path, row) for row in rows}
-    return [Figure(f"{int(n):,} tokens", time.median_ms, "ms", "lower") for n, time in times.items() if time]
+    return [
+        Figure(f"{int(n):,} tokens", time.median_ms, "ms", "lower", time.max_ms - time.min_ms)
+        for n, time in times.items()
+        if time
+    ]
 
 
 MATERIALIZE = Program(
@@ -197,6 +198,16 @@ def draw_swap(rows: Rows, path: Path) -> None:
     drawing.save(figure, path, swap.provenance(rows))
 
 
+def _swap_figures(rows: Rows) -> list[Figure]:
+    figures = []
+    for row in rows:
+        rate = float(row["swap_gbps"])
+        median, least, most = (float(row[f"swap_{name}_ms"]) for name in ("median", "min", "max"))
+        name = f"{row['blocks']} blocks {row['direction']}"
+        figures.append(Figure(name, rate, "GB/s", "higher", rate * median * (1 / least - 1 / most)))
+    return figures
+
+
 SWAP = Program(
     name="swap",
     title="Swapping KV blocks",
@@ -204,9 +215,7 @@ SWAP = Program(
     "the same memories, and beside computing: the share of the copy that costs no time then.",
     tables=lambda rows: {f"Swapping KV blocks\n{swap.provenance(rows)}": swap.table_cells(rows)},
     plots={"": draw_swap},
-    figures=lambda rows: [
-        Figure(f"{row['blocks']} blocks {row['direction']}", float(row["swap_gbps"]), "GB/s", "higher") for row in rows
-    ],
+    figures=_swap_figures,
     settings=lambda rows: f"{rows[0]['num_layers']} layers, {rows[0]['num_kv_heads']} KV heads, {rows[0]['dtype']}",
     verdicts=swap.verdicts,
 )

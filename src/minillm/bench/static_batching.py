@@ -192,11 +192,12 @@ def draw(rows: Rows, path: Path) -> None:
 
 def figures(rows: Rows) -> list[Figure]:
     """Median tokens per second of each dtype and batch size."""
-    return [
-        Figure(f"{dtype}, batch {batch}", _summary(group, "output_tok_per_s").median, "tok/s", "higher")
-        for dtype in dict.fromkeys(row["dtype"] for row in rows)
-        for batch, group in _groups(rows, dtype).items()
-    ]
+    found = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        for batch, group in _groups(rows, dtype).items():
+            rate = _summary(group, "output_tok_per_s")
+            found.append(Figure(f"{dtype}, batch {batch}", rate.median, "tok/s", "higher", rate.spread))
+    return found
 
 
 PROGRAM = Program(

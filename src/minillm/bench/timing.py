@@ -2,9 +2,10 @@
 
 How a figure is made, on a GPU:
 
-- *events*: before every call a buffer larger than the L2 cache is overwritten, so that each call finds its inputs in
-  device memory; the host has queued the call by the time that write is done, so the events see device time and not the
-  host's launch gaps. (The method of ``triton.testing.do_bench``.)
+- *events*: before every call a buffer larger than the L2 cache is overwritten, so that each call finds q, K and V in
+  device memory (the step's plan and block table are read again behind that, as they are in the cache when a layer
+  runs); the host has queued the call by the time that write is done, so the events see device time and not the host's
+  launch gaps. (The method of ``triton.testing.do_bench``.)
 - *wall clock*: the device is synchronised, the same calls run back to back, the device is synchronised again. This is
   what a caller sees, launches included, with inputs that may lie in the cache.
 - *graph replay*: a step of many layers, each with its own inputs, is captured once and replayed. What a serving engine
@@ -15,6 +16,7 @@ On a CPU the calls are timed by the clock alone, and both figures come from it.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,13 +103,28 @@ class PathTimer:
             size = min(FLUSH_BYTES, torch.cuda.get_device_properties(device).total_memory // 16)
             self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
 
-    def time(self, call: Call, iterations: int, *, warmup: int = 3, max_seconds: float = 10.0) -> PathTime:
-        """Time `iterations` calls, fewer (but at least three) if they would take more than `max_seconds` each way."""
+    def time(
+        self,
+        call: Call,
+        iterations: int,
+        *,
+        prepare: Call | None = None,
+        warmup: int = 3,
+        max_seconds: float = 10.0,
+    ) -> PathTime:
+        """Time `iterations` calls, fewer (but at least three) if they would take more than `max_seconds` each way.
+
+        `prepare` runs untimed before each call that events time, behind the write that empties the cache: it brings
+        back what a step has just made and is the same for all layers, such as its plan.
+        """
         for _ in range(warmup):
             call()
         once = self._wall(call, 1)
         iterations = max(min(iterations, 3), min(iterations, int(max_seconds / max(once / 1e3, 1e-9))))
-        samples = self._host_samples(call, iterations) if self._flush is None else self._events(call, iterations)
+        if self._flush is None:
+            samples = self._host_samples(call, iterations)
+        else:
+            samples = self._events(call, iterations, self._flush, prepare)
         return PathTime.of(samples, self._wall(call, iterations))
 
     def _wall(self, call: Call, iterations: int) -> float:
@@ -127,11 +144,12 @@ class PathTimer:
             samples.append((time.perf_counter() - start) * 1e3)
         return samples
 
-    def _events(self, call: Call, iterations: int) -> list[float]:
-        assert self._flush is not None
+    def _events(self, call: Call, iterations: int, flush: Tensor, prepare: Call | None) -> list[float]:
         pairs = [event_pair() for _ in range(iterations)]
         for start, end in pairs:
-            self._flush.zero_()
+            flush.zero_()
+            if prepare is not None:
+                prepare()
             start.record()
             call()
             end.record()
@@ -228,6 +246,16 @@ class Ceilings:
 def l2_bytes(device: torch.device) -> int:
     """Size of the L2 cache; 64 MiB where torch does not say."""
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
+
+
+CACHE_FACTOR = 3
+"""Inputs of a replayed step's layers exceed the L2 cache this many times."""
+MIN_LAYERS = 3
+
+
+def step_layers(layer_bytes: int, device: torch.device) -> int:
+    """Layers of a step whose inputs, `layer_bytes` each, exceed the L2 cache of `device` :data:`CACHE_FACTOR` times."""
+    return max(MIN_LAYERS, math.ceil(CACHE_FACTOR * l2_bytes(device) / layer_bytes))
 
 
 def measure_ceilings(device: torch.device, repeats: int = 20) -> Ceilings:

@@ -143,7 +143,7 @@ def latency(
     context: Annotated[
         int | None, typer.Option(min=1, help="Prompt tokens of the batches [CPU: 128; GPU: 512].", show_default=False)
     ] = None,
-    output_tokens: Annotated[int, typer.Option(min=3, help="Output tokens of the batches.")] = 33,
+    output_tokens: Annotated[int, typer.Option(min=3, help="Steps that decode a whole batch.")] = 33,
     repeats: Repeats = 5,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "latency.csv",
@@ -213,7 +213,7 @@ def _show_history(results: Path, program: str | None) -> bool:
         found = [change for change in found if change.last.program == program]
     console.answer_console().print(common.make_table("Last run against those before", *bench.table_cells(found)))
     print(summary(found))
-    if drawing.has_matplotlib() and any(change.earlier for change in found):
+    if drawing.has_matplotlib() and any(change.before for change in found):
         draw_history(found, results / "history.png")
         console.info(f"drawn: {results / 'history.png'}")
     return any(change.verdict == "REGRESSION" for change in found)
@@ -221,7 +221,18 @@ def _show_history(results: Path, program: str | None) -> bool:
 
 QUICK: dict[str, list[str]] = {
     "static": ["--model", "random:tiny", "--dtype", "float32", "--dtype", "bfloat16", "--repeats", "3"],
-    "offline": ["--model", "random:tiny", "--requests", "32", "--max-prompt", "128", "--max-output", "48"],
+    "offline": [
+        "--model",
+        "random:tiny",
+        "--requests",
+        "32",
+        "--max-prompt",
+        "128",
+        "--max-output",
+        "48",
+        "--repeats",
+        "3",
+    ],
     "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
     **{name: ["--quick"] for name in ("sla", "sla-model", "prefix", "prefix-model")},
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
@@ -229,13 +240,13 @@ QUICK: dict[str, list[str]] = {
     "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
     "swap": ["--blocks", "4", "--blocks", "16", "--repeats", "3"],
 }
-"""What each program is run with by `bench all --quick`. Those that are not here are not part of it."""
-NOT_QUICK = {"cpu": "it compares with transformers on the built-in model, minutes and a download"}
-GPU_ONLY = {
-    "decode-peers": ["paged-attention", "--peers", "decode"],
-    "prefill-peers": ["paged-attention", "--peers", "prefill"],
-}
+"""What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
+GPU_ONLY = {f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")}
 """Programs that have nothing to measure without a GPU, with their command."""
+NOT_QUICK = {
+    "cpu": "it compares with transformers on the built-in model, minutes and a download",
+    **dict.fromkeys(GPU_ONLY, "minutes of a GPU, and a peer to install"),
+}
 
 
 @bench_app.command("all")
@@ -261,8 +272,8 @@ def run_all(
         if name in GPU_ONLY and not has_gpu:
             console.info(f"{name}: skipped: it needs a GPU")
             continue
-        if quick and name not in QUICK:
-            console.info(f"{name}: skipped by --quick: {NOT_QUICK.get(name, 'it has no small form')}")
+        if quick and name in NOT_QUICK:
+            console.info(f"{name}: skipped by --quick: {NOT_QUICK[name]}")
             continue
         if not _run_program(name, results, quick):
             failed.append(name)
@@ -278,7 +289,7 @@ def _run_program(name: str, results: Path, quick: bool) -> bool:
     from minillm.bench.program import get_program
     from minillm.cli.app import app
 
-    arguments = [*GPU_ONLY.get(name, [name]), *(QUICK[name] if quick else [])]
+    arguments = [*GPU_ONLY.get(name, [name]), *(QUICK.get(name, ["--quick"]) if quick else [])]
     start = time.perf_counter()
     console.info(f"-- {name}")
     try:

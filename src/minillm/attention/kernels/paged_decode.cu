@@ -8,7 +8,7 @@
 // merge into one (Milakov and Gimelshein 2018, arXiv:1805.02867). Tiles are merged along the binary tree over their
 // indexes: (0,1), (2,3), ((0,1),(2,3)), and so on; a part without visible tokens is the identity. The tree depends on
 // the sequence alone, so its result does too, to the last bit, whatever subtree is computed by which warp, thread
-// block or pass. That leaves the division of work free: plan() gives a batch of one 64 tokens per thread block and a
+// block or pass. That leaves the division of work free: the plan gives a batch of one 64 tokens per thread block and a
 // large batch whole sequences, without a change in any result.
 //
 // Work. An item is a subtree of S = 64 * 2^k tokens of one (sequence, KV head, up to 8 query heads of its group). The
@@ -18,7 +18,7 @@
 // cp.async and runs ahead over the ends of rounds and items, so that memory is busy while results are merged. At the
 // end of a round the warps exchange their results through shared memory, each merges the four for its share of the
 // head dimension, and the rounds merge in registers (a binary counter: see Stack). If the sequence has several items,
-// the results go to the workspace, and the thread block that finishes last merges them, in the order of the tree.
+// the results go to the workspace and meet there, in blocks of the tree: see hand_over.
 //
 // Tensor cores. Scores are computed transposed, S^T[16 tokens x 8 heads] = K Q^T, and so is the output,
 // O^T[d x 8 heads] = V^T P^T: the tokens, of which there are many, take the 16 rows of mma.m16n8k16 and the heads of
@@ -33,183 +33,7 @@
 //   [warp][4] float4: m and l of heads 2i and 2i + 1
 //   [kRing] int: numbers of the next items; bool: whether this thread block brought the last partial result
 
-#include "common.cuh"
-#include "paged_decode_plan.cuh"
-
-
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kTile = 16;  // tokens
-constexpr int kHeads = 8;  // query heads of an item
-constexpr int kRing = 32;  // item numbers that a thread block remembers
-
-template <int kDim>
-struct Shape {
-    static constexpr int kChunks = kDim / 8;  // 16-byte chunks of a row
-    static constexpr bool kSwizzled = (kChunks & (kChunks - 1)) == 0;
-    static constexpr int kPitch = kDim * 2 + (kSwizzled ? 0 : 16);
-    static constexpr int kTileBytes = kTile * kPitch;
-    static constexpr int kStageBytes = 2 * kTileBytes;
-    static constexpr int kSteps = kDim / 16;                  // of K Q^T; also the 16-row tiles of O^T
-    static constexpr int kOwn = ceil_div(kSteps, kWarps);     // tiles of O^T that a warp merges
-    static constexpr int kTilesShift = kDim == 64 ? 2 : kDim <= 128 ? 1 : 0;  // log2(tiles of a warp in a round)
-    static constexpr int kLoads = kChunks * kTile / kWarp;    // copies of a lane for K, and as many for V
-    static constexpr int kPartial = kSteps * kWarp + 4;       // float4 of a partial result in the workspace
-    static constexpr int kLevels = kDim <= 128 ? 3 : 1;  // of the Stack in registers
-    static constexpr int kAtOnce = kDim <= 128 ? 8 : 4;       // partial results that a thread merges at a time
-    static constexpr bool kEarlyQ = kDim <= 128;              // registers for the next item's queries
-
-    static __device__ __forceinline__ u32 offset(int row, int chunk) {
-        return row * kPitch + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
-    }
-};
-
-// ---- Partial results ---------------------------------------------------------------------------------------------
-
-// Lane 4 * g + t holds O[d][head] for heads 2t and 2t + 1 of rows d = g and g + 8 of each 16-row tile: o[i] =
-// {(g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)}; m and l of those two heads.
-template <int kCount>
-struct Partial {
-    float m[2], l[2], o[kCount][4];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) m[h] = -INFINITY, l[h] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) o[i][c] = 0.0f;
-    }
-
-    __device__ __forceinline__ void select(bool take, const Partial& other) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) m[h] = take ? other.m[h] : m[h], l[h] = take ? other.l[h] : l[h];
-#pragma unroll
-        for (int i = 0; i < kCount; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) o[i][c] = take ? other.o[i][c] : o[i][c];
-    }
-};
-
-// into = merge(left, into), where `left` holds the earlier tokens. Rounding is spelled out: every place where two
-// partial results meet must round alike.
-template <int kCount>
-__device__ __forceinline__ void merge(const Partial<kCount>& left, Partial<kCount>& into) {
-    float by_left[2], by_right[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const float m = fmaxf(left.m[h], into.m[h]);
-        const float base = m == -INFINITY ? 0.0f : m;
-        by_left[h] = exp2_fast(__fsub_rn(left.m[h], base));
-        by_right[h] = exp2_fast(__fsub_rn(into.m[h], base));
-        into.m[h] = m;
-        into.l[h] = __fmaf_rn(left.l[h], by_left[h], __fmul_rn(into.l[h], by_right[h]));
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            into.o[i][c] = __fmaf_rn(left.o[i][c], by_left[c & 1], __fmul_rn(into.o[i][c], by_right[c & 1]));
-}
-
-// Merges nodes that come one after the other along the binary tree over their indexes. Like a binary counter: node
-// `index` completes the subtrees that end with it, and what can't be completed yet waits, at most one node per level.
-// Levels from kLevels on are reached once in 2^kLevels nodes and live in `spill`, where each thread has a column.
-template <int kCount, int kLevels>
-struct Stack {
-    Partial<kCount> levels[kLevels];
-    float4* spill;
-
-    // Nodes `first` to `index` have come, this one included. If it is the last, `node` becomes the merger of all.
-    __device__ __forceinline__ void push(Partial<kCount>& node, int index, int first, bool last) {
-        if (last && index == first) return;
-        bool placed = false;
-#pragma unroll
-        for (int level = 0; level < kLevels; ++level) {
-            const int at = index >> level;
-            if (!placed && (at & 1) && (at << level) > first) merge(levels[level], node);
-            if (last) continue;
-            const bool here = !placed && !(at & 1);
-            levels[level].select(here, node);  // a branch would make the compiler index `levels` in local memory
-            placed |= here;
-        }
-        if (placed) return;
-        for (int level = kLevels; (index >> level) != 0 || !last; ++level) {
-            float4* const column = spill + (level - kLevels) * (kCount + 1) * kThreads + threadIdx.x;
-            const int at = index >> level;
-            if (at & 1) {
-                if ((at << level) > first) {
-                    Partial<kCount> left;
-                    const float4 ml = column[0];
-                    left.m[0] = ml.x, left.l[0] = ml.y, left.m[1] = ml.z, left.l[1] = ml.w;
-#pragma unroll
-                    for (int i = 0; i < kCount; ++i) {
-                        const float4 o = column[(i + 1) * kThreads];
-                        left.o[i][0] = o.x, left.o[i][1] = o.y, left.o[i][2] = o.z, left.o[i][3] = o.w;
-                    }
-                    merge(left, node);
-                }
-            } else if (!last) {
-                column[0] = make_float4(node.m[0], node.l[0], node.m[1], node.l[1]);
-#pragma unroll
-                for (int i = 0; i < kCount; ++i)
-                    column[(i + 1) * kThreads] = make_float4(node.o[i][0], node.o[i][1], node.o[i][2], node.o[i][3]);
-                return;
-            }
-        }
-    }
-};
-
-// ---- Attention ---------------------------------------------------------------------------------------------------
-
-// Division by a number that the host knows: magic = ceil(2^32 / divisor), exact for n < 2^32 / divisor.
-struct Divisor {
-    u32 divisor, magic;
-
-    __device__ __forceinline__ int quotient(int n) const { return divisor == 1 ? n : int(__umulhi(n, magic)); }
-    __device__ __forceinline__ int remainder(int n) const { return n - quotient(n) * int(divisor); }
-};
-
-template <typename T>
-struct Args {
-    T* out;             // [num_seqs, num_heads, kDim], rows at out_stride
-    const T* q;         // the same shape, rows at q_stride
-    const T* k_cache;   // [blocks, kv_heads, 2^block_shift, kDim], blocks at block_stride
-    const T* v_cache;
-    const int* tables;  // [num_seqs, ...], rows at table_stride
-    const int4* plan;
-    float4* partials;   // [slot][head item]: O as in Partial [kDim / 16][lane], m and l of heads 2i and 2i + 1 [4];
-                        // behind the last one (max_items) a result of no tokens
-    float4* spill;      // [thread block], spill_stride each: columns of its Stack
-    int* arrivals;      // [level][slot][head item]; zero between launches
-    int* counters;      // items handed out, thread blocks that are done; zero between launches
-    i64 table_stride, q_stride, out_stride, spill_stride;
-    u32 block_stride;    // in 16-byte units
-    Divisor head_items;  // of an entry: KV heads * chunks
-    Divisor chunks;      // of at most 8 query heads of a KV head's group
-    int max_items;      // slots * head_items
-    int group, block_shift, window;
-    float scale_log2;              // scale * log2(e): scores to base-2 exponents
-    float cap_log2, scale_by_cap;  // with a soft cap: cap * log2(e), 2 * log2(e) * scale / cap
-};
-
-__device__ __forceinline__ void copy16_streaming(u32 dst, const void* src, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy)
-                 : "memory");
-}
-
-// A load that stays where it stands: the compiler puts others behind branches that depend on earlier loads.
-__device__ __forceinline__ int4 load_now(const int4* p) {
-    int4 v;
-    asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-
-__device__ __forceinline__ u64 evict_first_policy() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
+#include "paged_decode_loader.cuh"
 
 // Transposes an 8x8 matrix of 16-bit values that lies across the warp as in an accumulator or operand of mma.
 __device__ __forceinline__ u32 movmatrix_trans(u32 a) {
@@ -224,162 +48,6 @@ __device__ __forceinline__ int arrive(int* counter) {
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 }
-
-// Which items a thread block computes: number(k) is its k-th, valid while below `total`.
-template <int kAhead>
-struct Schedule {
-    int total;
-    const volatile int* ring;
-
-    __device__ __forceinline__ bool dynamic() const { return total > kAhead * int(gridDim.x); }
-    __device__ __forceinline__ int number(int k) const {
-        return k < kAhead || !dynamic() ? blockIdx.x + k * gridDim.x : ring[k % kRing];
-    }
-};
-
-struct Item {
-    int seq, start, len, slot;
-    int head;                 // head item: KV head * chunks + chunk
-    int begin, end;           // tokens of it that are visible
-    int first_round, rounds;  // it goes through rounds first_round .. rounds - 1
-
-    __device__ __forceinline__ void set(int4 entry, int head_item, int window, int shift, int round_shift) {
-        seq = entry.x, start = entry.y, len = entry.z, slot = entry.w, head = head_item;
-        end = min(len, start + (1 << shift));
-        begin = min(max(start, window > 0 ? len - window : 0), end);
-        first_round = max(begin - start, 0) >> round_shift;
-        rounds = max((end - start + (1 << round_shift) - 1) >> round_shift, first_round + 1);
-    }
-    // Whether any of the tokens of the tile at `token` is visible, and whether all are.
-    __device__ __forceinline__ bool touches(int token) const { return token < end && token + kTile > begin; }
-    __device__ __forceinline__ bool covers(int token) const { return begin <= token && token + kTile <= end; }
-};
-
-// The copying half of a warp: walks over the warp's tiles of all items of the thread block, kStages tiles ahead of the
-// computing half. A position is a place for a tile in a round: position p of a warp is tile p % 2^tiles_shift of
-// round p >> tiles_shift. Places behind the end of a sequence are passed without copying.
-template <typename T, int kDim, int kAhead>
-struct Loader {
-    using S = Shape<kDim>;
-    const Args<T>& a;
-    Schedule<kAhead> schedule;
-    int shift, tiles_shift;
-    u64 policy;
-    Item item;
-    int number, k, kv_head, position, positions;
-    int ids[2];  // lane l: block ids of the tile at position l (modulo 32), of its second half if blocks have 8 tokens
-    int4 next_entry;
-    int next_number, next_ids[2];
-    bool have_next_ids;
-
-    __device__ __forceinline__ Loader(const Args<T>& args) : a(args) {}
-
-    __device__ __forceinline__ int round_shift() const { return tiles_shift + 6; }
-
-    static __device__ __forceinline__ int token_at(const Item& item, int position, int tiles_shift) {
-        const int warp = threadIdx.x / kWarp;
-        const int round = item.first_round + (position >> tiles_shift);
-        const int tile = (((round * kWarps) + warp) << tiles_shift) + (position & ((1 << tiles_shift) - 1));
-        return item.start + tile * kTile;
-    }
-
-    __device__ __forceinline__ void fetch_ids(const Item& of, int first_position, int (&to)[2]) const {
-        const int token = token_at(of, first_position + threadIdx.x % kWarp, tiles_shift);
-        const int* const table = a.tables + of.seq * a.table_stride;
-        to[0] = of.touches(token) ? __ldg(table + (token >> a.block_shift)) : 0;
-        if (a.block_shift == 3) to[1] = of.touches(token) && token + 8 < of.end ? __ldg(table + (token >> 3) + 1) : 0;
-    }
-
-    __device__ __forceinline__ void fetch_next_entry() {
-        next_number = schedule.number(k + 1);
-        if (next_number < schedule.total) next_entry = __ldg(a.plan + 1 + a.head_items.quotient(next_number));
-        have_next_ids = false;
-    }
-
-    __device__ __forceinline__ void set_item(int4 entry) {
-        item.set(entry, a.head_items.remainder(number), a.window, shift, round_shift());
-        kv_head = a.chunks.quotient(item.head);
-        position = 0;
-        positions = (item.rounds - item.first_round) << tiles_shift;
-    }
-
-    __device__ __forceinline__ void start(int4 first_entry, int4 second_entry) {
-        k = 0;
-        number = schedule.number(0), next_number = schedule.number(1);
-        set_item(first_entry);
-        fetch_ids(item, 0, ids);
-        next_entry = second_entry;
-        have_next_ids = false;
-    }
-
-    __device__ __forceinline__ void fetch_next_ids() {
-        Item next;
-        next.set(next_entry, 0, a.window, shift, round_shift());
-        fetch_ids(next, 0, next_ids);
-        have_next_ids = true;
-    }
-
-    __device__ __forceinline__ void advance() {
-        if (++position == positions) {
-            ++k;
-            number = next_number;
-            if (number >= schedule.total) return;
-            if (!have_next_ids) fetch_next_ids();
-            set_item(next_entry);
-            ids[0] = next_ids[0], ids[1] = next_ids[1];
-            fetch_next_entry();
-        } else if (position % kWarp == 0) {
-            fetch_ids(item, position, ids);
-        } else if (!have_next_ids && next_number < schedule.total) {
-            fetch_next_ids();
-        }
-    }
-
-    // `low` and `high`: where the tile's first 8 tokens lie in the caches, and where the others would start from so that
-    // they lie behind them; in 16-byte units. What a lane copies is kWarp units apart, so most of the address is constant.
-    template <bool kWhole>
-    __device__ __forceinline__ void copy_tile(u32 stage, u64 low, u64 high, int token) const {
-        constexpr int kRows = S::kSwizzled ? kWarp / S::kChunks : 0;  // rows that the warp copies at a time
-        const int lane = threadIdx.x % kWarp;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint4* const cache = reinterpret_cast<const uint4*>(half ? a.v_cache : a.k_cache) + lane;
-            const uint4 *const from_low = cache + low, *const from_high = cache + high;
-#pragma unroll
-            for (int i = 0; i < S::kLoads; ++i) {
-                const int row = S::kSwizzled ? i * kRows + lane / S::kChunks : (i * kWarp + lane) / S::kChunks;
-                u32 to = stage + half * S::kTileBytes;
-                // A swizzled row is i * kRows, whose bits are constant, with lane / kChunks below them.
-                if constexpr (S::kSwizzled)
-                    to += i * kRows * S::kPitch + (S::offset(lane / S::kChunks, lane % S::kChunks) ^ (i * kRows & 7) * 16);
-                else to += (i * kWarp + lane + row) * 16;
-                const bool first = S::kSwizzled ? i * kRows < 8 : row < 8;
-                const uint4* const from = (first ? from_low : from_high) + i * kWarp;
-                if constexpr (kWhole) copy16_streaming(to, from, policy);
-                else cp_async16(to, from, token + row >= item.begin && token + row < item.end);
-            }
-        }
-    }
-
-    // Starts the copy of the next tile into `stage`. One group of cp.async per call, an empty one if there is nothing.
-    __device__ __forceinline__ void issue(u32 stage) {
-        if (number < schedule.total) {
-            const int token = token_at(item, position, tiles_shift);
-            if (item.touches(token)) {
-                const u64 in_block = (kv_head << a.block_shift | token & (1 << a.block_shift) - 1) * S::kChunks;
-                const u64 low = u64(u32(__shfl_sync(kFullWarp, ids[0], position % kWarp))) * a.block_stride + in_block;
-                u64 high = low;
-                if (a.block_shift == 3)
-                    high = u64(u32(__shfl_sync(kFullWarp, ids[1], position % kWarp))) * a.block_stride + in_block -
-                           8 * S::kChunks;
-                if (item.covers(token)) copy_tile<true>(stage, low, high, token);
-                else copy_tile<false>(stage, low, high, token);
-            }
-            advance();
-        }
-        cp_async_commit();
-    }
-};
 
 // A score's base-2 exponent. With a soft cap c: c * tanh(s / c), tanh(x) = 1 - 2 / (exp(2x) + 1).
 template <typename T>
@@ -400,7 +68,9 @@ __device__ __forceinline__ void attend_tiles(const Args<T>& a, const u32 (&stage
     // transposed on the way, so dims take the place of rows and the middle two change places.
     const u32 k_lane = S::offset(lane % 16, lane / 16);
     const u32 v_lane = S::kTileBytes + S::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    const auto at_step = [](u32 address, int step) { return S::kSwizzled ? address ^ (step * 32) : address + step * 32; };
+    const auto at_step = [](u32 address, int step) {
+        return S::kSwizzled ? address ^ (step * 32) : address + step * 32;
+    };
 
     float x[kCount][4];  // {token g, heads 2t and 2t + 1}, {token g + 8, the same heads}
     float even[kCount][4] = {}, odd[kCount][4] = {};  // two chains of products: half the latency
@@ -464,7 +134,8 @@ __device__ __forceinline__ void attend_tiles(const Args<T>& a, const u32 (&stage
 
 // Merges the round's results of the four warps; each warp gets its tiles of O^T: warp, warp + 4, ...
 template <int kDim>
-__device__ __forceinline__ void exchange(float4* shared_o, float4* shared_sums, const Partial<Shape<kDim>::kSteps>& mine,
+__device__ __forceinline__ void exchange(float4* shared_o, float4* shared_sums,
+                                         const Partial<Shape<kDim>::kSteps>& mine,
                                          Partial<Shape<kDim>::kOwn>& node) {
     using S = Shape<kDim>;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -516,8 +187,8 @@ __device__ __forceinline__ void write_partial(const Args<T>& a, int slot, int he
 
 // node = the merger of up to 2 * kAtOnce partial results, those with begin <= i < end of the block of the tree that
 // starts at i = base. The one of `begin` lies at `first_place`, the others would follow one that lies at `place` if i =
-// base were there, `stride` float4 after each other. For those that are not there, `nothing` is read: so all loads start
-// at once, without a condition on what they bring.
+// base were there, `stride` float4 after each other. For those that are not there, `nothing` is read: so all loads
+// start at once, without a condition on what they bring.
 template <int kDim>
 __device__ __forceinline__ void merge_slots(const float4* first_place, const float4* place, i64 stride,
                                             const float4* nothing, int base, int begin, int end,
@@ -621,7 +292,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDim>)
 paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* tables, const int4* plan,
              float4* partials, float4* spill, int* arrivals, int* counters, i64 table_stride,
              i64 q_stride, i64 out_stride, i64 spill_stride, u32 block_stride, Divisor head_items, Divisor chunks,
-             int max_items, int group, int block_shift, int window, float scale_log2, float cap_log2, float scale_by_cap) {
+             int max_items, int group, int block_shift, int window, float scale_log2, float cap_log2,
+             float scale_by_cap) {
     using S = Shape<kDim>;
     constexpr int kAhead = kStages + 3;  // the copies of item k + kStages end with looking up the number two further
     static_assert(2 * kAhead <= kRing, "numbers are kept until the computing half is done with them");
@@ -676,7 +348,8 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
         int4 following_entry;
         if (next_number < schedule.total) {
             if constexpr (S::kEarlyQ) fetch_q(next_entry.x, head_items.remainder(next_number), next_q);
-            if (following_number < schedule.total) following_entry = __ldg(plan + 1 + head_items.quotient(following_number));
+            if (following_number < schedule.total)
+                following_entry = __ldg(plan + 1 + head_items.quotient(following_number));
         }
         int handed_out = 0;
         if (schedule.dynamic() && threadIdx.x == 0) handed_out = atomicAdd(counters, 1);
@@ -728,7 +401,8 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
         }
 
         const int heads = min(kHeads, group - chunks.remainder(item.head) * kHeads);
-        if (item.slot < 0 || hand_over<T, kDim>(a, item, item_span(item.len, plan_window, shift), shift, heads, is_last, node))
+        const Span span = item_span(item.len, plan_window, shift);
+        if (item.slot < 0 || hand_over<T, kDim>(a, item, span, shift, heads, is_last, node))
             write_out<T, kDim>(a, item, heads, node);
         if (next_number >= schedule.total) break;
         number = next_number, next_number = following_number;

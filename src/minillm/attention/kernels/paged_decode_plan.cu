@@ -62,8 +62,8 @@ __device__ float estimate(const Costs& cost, float tokens, float longest, float 
 // results. `forced_shift`, if not 0, fixes log2(S).
 __global__ void __launch_bounds__(kPlanThreads)
 paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, const int* __restrict__ windows,
-                  int num_seqs, int capacity, int max_items, int heads, int grid, int forced_shift, float token_bytes_ns,
-                  float token_ns, float item_ns, float level_ns) {
+                  int num_seqs, int capacity, int max_items, int heads, int grid, int forced_shift,
+                  float token_bytes_ns, float token_ns, float item_ns, float level_ns) {
     __shared__ int scratch[kWarp], entries_of[kSizes], slots_of[kSizes], longest, best;
     __shared__ unsigned long long tokens;
     int4* const plan = plans + i64(blockIdx.x) * (capacity + 1);
