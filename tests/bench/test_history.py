@@ -29,9 +29,9 @@ def verdict(path):
 
 def test_rows_are_appended_and_read_back(tmp_path):
     path = series(tmp_path, [10.0, 11.5])
-    assert path.read_text().count("date,commit") == 1
+    assert [line.count("2030-01-01") for line in path.read_text().splitlines()] == [0, 1, 1]
     entries = history.read(path)
-    assert [entry.value for entry in entries] == [10.0, 11.5]
+    assert [entry.figure.value for entry in entries] == [10.0, 11.5]
     assert (entries[0].program, entries[0].settings, entries[0].transformers) == ("static", "m", "none")
 
 
@@ -93,7 +93,7 @@ def test_figures_that_are_not_finite_are_left_out_and_an_absent_file_is_empty(tm
 @pytest.mark.parametrize(("text", "message"), [("a,b\n1,2\n", "not a history"), (None, "line 2")])
 def test_a_file_of_another_kind_is_refused(tmp_path, text, message):
     path = series(tmp_path, [1.0])
-    path.write_text(text if text is not None else path.read_text().replace(",1.0,", ",fast,"))
+    path.write_text(text if text is not None else path.read_text().replace(": 1.0,", ": fast,"))
     with pytest.raises(ConfigError, match=message):
         history.read(path)
 

@@ -43,7 +43,7 @@ def test_static_measures_each_batch_and_dtype_in_rounds(cli, tmp_path: Path) -> 
         assert float(row["output_tok_per_s"]) == pytest.approx(rate, rel=0.01)
     assert {row["same_tokens"] for row in rows if row["dtype"] == "float32"} == {"1.0"}
     redrawn(cli, "static", path, done.out)
-    assert {entry.figure for entry in history.read(tmp_path / "history.csv")} == {
+    assert {entry.figure.name for entry in history.read(tmp_path / "history.csv")} == {
         f"{dtype}, batch {batch}" for dtype in ("float32", "bfloat16") for batch in (1, 3)
     }
 

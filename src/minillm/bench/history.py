@@ -1,7 +1,8 @@
 """The history: one line per program run, and what has become of each figure since.
 
-`benchmarks/results/history.csv` has one row per headline figure of a run: when, commit, device, versions, seed, the
-program, its settings, the figure's name, value, unit and which way is better. Rows are only ever appended.
+`benchmarks/results/history.csv` has one row per run of a program: when, commit, device, versions, the program, its
+settings and seed, and its headline figures as JSON (name, value, unit, which way is better, range of the repeats). Rows
+are only ever appended.
 
 **When a change is flagged.** A figure is compared with the earlier runs of the same program, settings, seed and figure
 on the same device and number of cores (at most the last ten). It is a regression if it is worse than their median by
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from minillm.bench import common
@@ -47,13 +49,15 @@ class Figure:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.value, int | float) or not isinstance(self.spread, int | float):
+            raise ConfigError(f"{self.name}: value={self.value!r} and spread={self.spread!r} must be numbers")
         if self.better not in ("higher", "lower"):
             raise ConfigError(f"better={self.better!r} must be higher or lower")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the history; `settings` says in one text what else the figure depends on."""
+    """One figure of one run; `settings` says in one text what else it depends on."""
 
     date: str
     commit: str
@@ -65,20 +69,16 @@ class Entry:
     program: str
     settings: str
     seed: str
-    figure: str
-    value: float
-    unit: str
-    better: str
-    spread: float
+    figure: Figure
 
     @property
     def key(self) -> tuple[str, ...]:
         """What must be equal for two figures to be comparable."""
-        return self.program, self.settings, self.device, self.cores, self.seed, self.figure
+        return self.program, self.settings, self.device, self.cores, self.seed, self.figure.name
 
 
-_COLUMNS = [column.name for column in fields(Entry)]
 _WHERE = ("date", "commit", "device", "cores", "python", "torch", "transformers")
+_COLUMNS = [*_WHERE, "program", "settings", "seed", "figures"]
 
 
 def append(
@@ -92,21 +92,14 @@ def append(
 ) -> list[Entry]:
     """Add a run; `where` has the columns of :func:`common.environment`. Figures that are not finite are left out."""
     known = {name: where.get(name, "none") for name in _WHERE}
-    entries = [
-        Entry(
-            **known,
-            program=program,
-            settings=settings,
-            seed=str(seed),
-            figure=figure.name,
-            value=figure.value,
-            unit=figure.unit,
-            better=figure.better,
-            spread=figure.spread if math.isfinite(figure.spread) else 0.0,
-        )
+    told = [
+        asdict(replace(figure, spread=figure.spread if math.isfinite(figure.spread) else 0.0))
         for figure in figures
         if math.isfinite(figure.value)
     ]
+    row = {**known, "program": program, "settings": settings, "seed": str(seed), "figures": json.dumps(told)}
+    if not told:
+        return []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -114,23 +107,29 @@ def append(
         writer = csv.DictWriter(file, fieldnames=_COLUMNS)
         if file.tell() == 0:
             writer.writeheader()
-        writer.writerows(asdict(entry) for entry in entries)
-    return entries
+        writer.writerow(row)
+    return _entries(row)
+
+
+def _entries(row: Mapping[str, str]) -> list[Entry]:
+    """The figures of one row."""
+    shared = {name: row[name] for name in _COLUMNS if name != "figures"}
+    return [Entry(**shared, figure=Figure(**figure)) for figure in json.loads(row["figures"])]
 
 
 def read(path: Path = HISTORY) -> list[Entry]:
-    """All rows, oldest first; an absent file has none. Raises :class:`ConfigError` for a file of another kind."""
+    """All figures, oldest first; an absent file has none. Raises :class:`ConfigError` for a file of another kind."""
     if not path.is_file():
         return []
-    entries = []
+    entries: list[Entry] = []
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != _COLUMNS:
             raise ConfigError(f"{path} is not a history: its columns must be {','.join(_COLUMNS)}")
         for number, row in enumerate(reader, start=2):
             try:
-                entries.append(Entry(**{**row, **{name: float(row[name]) for name in ("value", "spread")}}))  # type: ignore[arg-type]
-            except (TypeError, ValueError) as error:
+                entries += _entries(row)
+            except (AttributeError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     return entries
 
@@ -146,7 +145,7 @@ class Change:
     @property
     def earlier(self) -> list[float]:
         """Their values."""
-        return [entry.value for entry in self.before]
+        return [entry.figure.value for entry in self.before]
 
     @property
     def median(self) -> float:
@@ -158,7 +157,7 @@ class Change:
         """Greatest difference from the median that says nothing (see the module's text); there are earlier runs."""
         least = NOISE_OF_FEW if len(self.before) < FEW_RUNS else LEAST_NOISE
         deviation = statistics.median(abs(value - self.median) for value in self.earlier)
-        repeats = max(self.last.spread, statistics.median(entry.spread for entry in self.before))
+        repeats = max(self.last.figure.spread, statistics.median(entry.figure.spread for entry in self.before))
         return max(least * abs(self.median), 3 * MAD_TO_SIGMA * deviation, repeats)
 
     @property
@@ -166,8 +165,8 @@ class Change:
         """first, same, better or REGRESSION."""
         if not self.before:
             return "first"
-        gain = self.last.value - self.median
-        if self.last.better == "lower":
+        gain = self.last.figure.value - self.median
+        if self.last.figure.better == "lower":
             gain = -gain
         if abs(gain) <= self.noise:
             return "same"
@@ -189,16 +188,16 @@ def table_cells(found: Sequence[Change]) -> tuple[list[str], list[list[str]]]:
     columns = ["figure", "last", "unit", "earlier runs", "their median", "change", "noise", "verdict"]
     rows = []
     for change in found:
-        entry, median = change.last, change.median
-        relative = (entry.value / median - 1) * 100 if median else math.nan
+        entry, figure, median = change.last, change.last.figure, change.median
+        relative = (figure.value / median - 1) * 100 if median else math.nan
         compared = bool(change.before)
         rows.append(
             [
-                f"{entry.program} ({entry.settings}): {entry.figure}"
+                f"{entry.program} ({entry.settings}): {figure.name}"
                 if entry.settings
-                else f"{entry.program}: {entry.figure}",
-                f"{entry.value:.4g}",
-                entry.unit,
+                else f"{entry.program}: {figure.name}",
+                f"{figure.value:.4g}",
+                figure.unit,
                 str(len(change.before)),
                 f"{median:.4g}" if compared else "",
                 f"{relative:+.1f} %" if compared else "",

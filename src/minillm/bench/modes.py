@@ -301,7 +301,8 @@ def tables(rows: Rows) -> dict[str, Cells]:
         static, ideal = int(first["static_steps"]), int(first["continuous_steps"])
         title = (
             f"{model}, {lengths} outputs, {first['requests']} requests, batch {first['batch']}; steps by lengths: "
-            f"static {static}, continuous {ideal}, bound {static / ideal:.2f}x\n{provenance(rows, first['dtype'], first['clock'])}"
+            f"static {static}, continuous {ideal}, bound {static / ideal:.2f}x\n"
+            f"{provenance(rows, first['dtype'], first['clock'])}"
         )
         made[title] = (columns, lines)
     return made

@@ -109,7 +109,7 @@ def _history(entries: Sequence[Entry], folder: Path, beside: Path) -> str:
 def summary(found: Sequence[Change]) -> str:
     """One line: how many figures changed, and which got worse."""
     counts = {name: sum(change.verdict == name for change in found) for name in ("first", "same", "better")}
-    worse = [f"{c.last.program}: {c.last.figure}" for c in found if c.verdict == "REGRESSION"]
+    worse = [f"{c.last.program}: {c.last.figure.name}" for c in found if c.verdict == "REGRESSION"]
     text = f"{len(found)} figures: {counts['first']} new, {counts['same']} unchanged, {counts['better']} better, "
     return text + (f"{len(worse)} worse than the noise allows: {'; '.join(worse)}." if worse else "0 worse.")
 
@@ -134,13 +134,13 @@ def draw_history(found: Sequence[Change], path: Path) -> None:
 def _history_panel(axes: Any, found: Sequence[Change]) -> None:
     longest = 0
     for number, change in enumerate(found):
-        values = [*change.earlier, change.last.value]
+        values = [*change.earlier, change.last.figure.value]
         longest = max(longest, len(values))
-        gain = 1 if change.last.better == "higher" else -1
+        gain = 1 if change.last.figure.better == "higher" else -1
         relative = [100 * ((value / change.median) ** gain - 1) if change.median and value else 0 for value in values]
         worse = change.verdict == "REGRESSION"
         colour = drawing.PALETTE[3] if worse else drawing.PALETTE[number % len(drawing.PALETTE)]
-        label = change.last.figure if worse or number < 5 else None
+        label = change.last.figure.name if worse or number < 5 else None
         axes.plot(
             range(1, len(values) + 1), relative, marker="o", ms=3, lw=2 if worse else 1, color=colour, label=label
         )

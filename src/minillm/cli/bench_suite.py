@@ -234,6 +234,7 @@ QUICK: dict[str, list[str]] = {
         "3",
     ],
     "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
+    **{name: ["--quick"] for name in ("sla", "sla-model", "prefix", "prefix-model")},
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
     "materialize": ["--layers", "4", "--length", "128", "--length", "1024", "--iterations", "5"],
     "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
