@@ -68,6 +68,8 @@ PROGRAMS = {
     "static": "static_batching:PROGRAM",
     "offline": "offline:PROGRAM",
     "latency": "latency:PROGRAM",
+    "modes": "modes:PROGRAM",
+    "stress": "stress_report:PROGRAM",
     "sla": "sla_program:PROGRAM",
     "sla-model": "sla_program:MODEL_PROGRAM",
     "prefix": "prefix_program:PROGRAM",
@@ -79,8 +81,6 @@ PROGRAMS = {
     "decode-peers": "saved_programs:DECODE_PEERS",
     "prefill-peers": "saved_programs:PREFILL_PEERS",
     "swap": "saved_programs:SWAP",
-    "modes": "modes:PROGRAM",
-    "stress": "stress_report:PROGRAM",
 }
 """Program -> module of this package and name in it, in the order of the report."""
 
