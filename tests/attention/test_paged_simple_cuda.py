@@ -196,7 +196,7 @@ def test_blocks_beyond_two_to_the_31_elements():
         ({"block_tables": lambda tables: tables[:1]}, "block_tables has shape"),
         ({"v_cache": lambda cache: cache[:, :, :8]}, "v_cache has shape"),
     ],
-    ids=str,
+    ids=["dtype", "heads", "strides", "device", "lens", "starts", "tables", "cache"],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):
     batch = make_batch([1, 2], [10, 20])
