@@ -42,8 +42,8 @@ def test_programs_of_the_readme_run(program: str) -> None:
 def test_commands_of_the_pages_have_these_options(cli, line: str) -> None:
     words = shlex.split(line, comments=True)[1:]
     words = words[: next((i for i, word in enumerate(words) if word in ("|", "<", ">")), len(words))]
-    commands = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
-    help_text = cli(*(commands if commands[0] == "bench" else commands[:1]), "--help")
+    commands = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
+    help_text = cli(*(commands if commands[0] in ("bench", "kernels") else commands[:1]), "--help")
     assert help_text.code == 0, help_text.err
     for option in (word for word in words if word.startswith("--")):
         assert option in help_text.out
