@@ -56,7 +56,12 @@ def test_chat_answers_two_turns() -> None:
 
 def test_ctrl_c_during_an_answer_exits_130_without_traceback() -> None:
     command = [*COMMAND, "generate", "Tell me a long story.", "--max-tokens", "4000", "--ignore-eos"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    def heed() -> object:
+        return signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
         assert process.stdout is not None and process.stderr is not None
         assert os.read(process.stdout.fileno(), 1)
         start = time.monotonic()

@@ -15,6 +15,7 @@ float16 and bfloat16 with the usual head and block sizes go through the tuned ke
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from minillm.attention.interface import LayerAttention
 from minillm.memory.paged_kv_cache import PagedKVCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,9 @@ class CudaKernels:
             )
         if cuda_prefill.supports(*fits):
             self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
+        if spec.dtype != torch.float32 and not (self.decode_is_tuned and self.prefill_is_tuned):
+            message = "head_dim=%d, block_size=%d, %s on %s: attention goes through the simple kernel, which is slow"
+            logger.warning(message, spec.head_dim, spec.block_size, spec.dtype, arch)
         self._meta: CudaMetadata | None = None
 
     @property

@@ -240,6 +240,9 @@ def measure(
         where = common.environment(f"{target.device} {_device_name(target.device)}".strip())
         where |= {"model": target.name, "dtype": target.dtype, "seed": str(options.seed)}
         where |= {"clock": "CPU time" if options.cpu_time else "wall"}
+        for name in ("model", "dtype", "clock", "device", "cores", "torch") if done else ():
+            if str(done[0][name]) != str(where[name]):
+                raise ConfigError(f"the saved rounds have {name}={done[0][name]}, not {where[name]}")
         for round_number in range(first, options.repeats):
             if options.time_limit is not None and time.perf_counter() - begin > options.time_limit:
                 progress(f"time limit: {round_number} of {options.repeats} rounds are done; --resume goes on")

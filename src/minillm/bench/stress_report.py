@@ -299,7 +299,7 @@ in the swap pool: each step copies it back, finds no ninth block and copies it o
 whatever limit it has, at a rate as low as that limit is long. Which of the two comes is decided by whom the policy
 happens to swap while the swap pool has room. The last table shows it: with 8 blocks the ratio of the two policies
 takes any value, 7 and 1/7 included, and grows with the step limit; from 9 blocks on, with the same code and policies,
-it stays near 1. Such a ratio measures the limit, not the policies. (Costs as fitted above, loop as described in
+it stays far below that. Such a ratio measures the limit, not the policies. (Costs as fitted above, loop as described in
 `bench/never_fits.py`; its details are assumptions, since the original's were not published.) This package refuses the
 request when it is submitted, with both sizes named, or ends it with `length` if `max_tokens` was not given."""
 

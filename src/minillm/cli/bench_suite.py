@@ -22,7 +22,7 @@ from minillm.cli.bench_frame import (
     publish,
 )
 from minillm.cli.options import with_options
-from minillm.core.errors import MiniLLMError
+from minillm.core.errors import ConfigError, MiniLLMError
 
 _Results = Annotated[Path, typer.Option("--results", help="Folder with the CSV files and the history.")]
 _Batches = Annotated[
@@ -198,6 +198,8 @@ def history(
     fail: Annotated[bool, typer.Option("--fail-on-regression", help="Exit code 1 if there is a regression.")] = False,
 ) -> None:
     """Every headline figure's last value against its earlier runs; regressions beyond the noise seen are flagged."""
+    if not (results / "history.csv").is_file():
+        raise ConfigError(f"{results} has no history.csv")
     if _show_history(results, program) and fail:
         raise typer.Exit(console.FAILURE)
 

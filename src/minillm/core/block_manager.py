@@ -200,5 +200,5 @@ class SwapPool:
         return [self.free_slots.pop() for _ in range(count)]
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give slots back."""
-        self.free_slots.extend(slots)
+        """Give slots back: the next allocation gets them in the order in which these were (one transfer for a run)."""
+        self.free_slots.extend(reversed(list(slots)))

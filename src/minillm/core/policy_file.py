@@ -20,7 +20,7 @@ def load_policy_file(path: Path | str) -> list[str]:
     try:
         runpy.run_path(str(path), run_name="minillm_policy_file")
         return _check(path, before)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         for registry, known in zip(registries, before, strict=True):
             registry.clear()
             registry.update(known)

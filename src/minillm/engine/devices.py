@@ -28,7 +28,7 @@ def resolve_device(device: str) -> str:
             logger.warning("the GPU is not used, the model runs on the CPU: %s", problem)
         return "cpu"
     kind, _, index = device.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
+    if kind != "cuda" or (index and not (index.isascii() and index.isdigit())):
         raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
     number = int(index or 0)
     problem = gpu_problem(number)

@@ -6,7 +6,8 @@
  | in use: weights,     | largest step, staging of   | KV |  left to others
  | context, others      | swaps                      | pool
 ```
-The same rule as vLLM's. What other programs hold counts as in use, so two engines on one card take shares that add up.
+The share is a limit on the whole card: what other programs hold counts as in use, so a second engine on the same card
+needs the sum of both shares.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ done when the call returns.
 
 A kernel that reads and writes the host's memory itself fills the bus as well (16 thread blocks: 48 to 51 GB/s on an
 H200 against 54 of a plain copy), but matrix products beside it take 1.2 to 1.6 times as long; beside the copy engine
-they take 1.04 times as long.
+1.04 times (both in one run; `minillm bench swap`, where each block is scattered, has 1.14 to 1.19).
 
 Measured on an H200 (32 layers, 8 KV heads, head_dim 128, bf16: 2 MiB a block), 256 scattered blocks: 49 GB/s both ways
 with scattered slots, 52 and 53 with slots in a row, against 55 of a plain pinned copy in the same run.
