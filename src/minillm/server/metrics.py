@@ -155,10 +155,9 @@ class EngineMetrics(Observer):
         sums.step_tokens.observe(computed)
         # A plan that was made while the one before it ran has had the device since that one's commit.
         sums.step_seconds.observe(now - max(last, self._scheduled_at.pop(plan.step, now)))
-        first = tokens.indices.count(0)
-        later = len(tokens) - first
-        if first:
-            self._on_first_tokens(plan, events, now)
+        later = len(tokens)
+        if plan.prefills:
+            later -= self._on_first_tokens(plan, events, now)
         if self._broken_off:
             later -= self._on_resumed(tokens.request_ids, now)
         if later > 0:
@@ -195,19 +194,25 @@ class EngineMetrics(Observer):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _on_first_tokens(self, plan: StepPlan, events: StepEvents, now: float) -> None:
-        """First tokens come from prefill chunks, whose rows are behind the decodes'."""
-        rows = plan.num_sampling_rows - len(plan.decodes)
-        tokens, sums = events.tokens, self.sums
+    def _on_first_tokens(self, plan: StepPlan, events: StepEvents, now: float) -> int:
+        """First tokens come from prefill chunks, whose rows are behind the decodes'. Returns how many there are."""
+        rows = min(plan.num_sampling_rows - len(plan.decodes), len(events.tokens))
+        tokens, sums, count = events.tokens, self.sums, 0
+        if not rows:
+            return 0
         for request_id, index in zip(tokens.request_ids[-rows:], tokens.indices[-rows:], strict=True):
+            if index:  # a rebuild's, or a decode's where the chunk's own row was discarded
+                continue
+            count += 1
             request = self._live.get(request_id)
-            if index or request is None:
+            if request is None:
                 continue
             seconds = now - request.arrival_time
             sums.time_to_first_token.observe(seconds)
             self.first_token_times.append(seconds)
             if request.choice == 0:
                 sums.prompt_tokens += request.prompt_len
+        return count
 
     def _on_resumed(self, request_ids: list[str], now: float) -> int:
         """Sequences that have a token again after a preemption; returns how many."""
