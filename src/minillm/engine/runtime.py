@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minillm.core.errors import DuplicateRequestError, InvalidParameterError
 from minillm.core.request import Request
@@ -19,9 +19,12 @@ from minillm.engine.inputs import Prompt
 from minillm.engine.streams import AsyncRequestStream, EventBuffer, RequestFuture, RequestStream, Sink
 
 if TYPE_CHECKING:
+    from minillm.core.base_scheduler import BaseScheduler
     from minillm.core.observer import Observer
     from minillm.core.stats import SchedulerStats
     from minillm.models.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -161,6 +164,10 @@ class Runtime:
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, now."""
         return self._engine.stats()
+
+    def inspect(self, look: Callable[[BaseScheduler], T]) -> T:
+        """What `look` returns of the scheduler, between two of its decisions (see :meth:`LLMEngine.inspect`)."""
+        return self._engine.inspect(look)
 
     def explain(self, request_id: str) -> str:
         """Why a request waits, or what happened to it, in words; for live ones and the last ended ones.
