@@ -12,7 +12,6 @@ from minillm.engine.outputs import CompletionOutput, RequestOutput, TokenEvent
 from minillm.server import sse
 from minillm.server.delivery import StreamSink
 from minillm.server.generation import Call, ChunkWriter, Endpoint, usage_of
-from minillm.server.intake import read_chat
 from minillm.server.logprobs import TokenSpeller, chat_entry, of_entry, of_event
 from minillm.server.protocol import ChatRequest
 
@@ -21,7 +20,7 @@ class Chat(Endpoint):
     """A conversation in, the assistant's next message out."""
 
     prefix = "chatcmpl"
-    reader = staticmethod(read_chat)
+    kind = "chat"
     chunk_kind = "chat.completion.chunk"
 
     def params(self, request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
