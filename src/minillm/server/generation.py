@@ -10,6 +10,7 @@ The response's status is sent with the first news of a request, so that whatever
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ class Endpoint:
                 raise ClientGone
             state.check_open()
             call = self._call(exchange, read)
-            sinks, tickets = self._attach(exchange, call, collector)
+            sinks, tickets = await self._attach(exchange, call, collector)
             try:
                 if call.request.stream:
                     await self._stream(exchange, call, collector, sinks)
@@ -140,7 +141,7 @@ class Endpoint:
         model = request.model or self.state.model_names[0]
         return Call(f"{self.prefix}-{own}", int(time.time()), model, read, params)
 
-    def _attach(self, exchange: Exchange, call: Call, collector: Collector) -> tuple[list[StreamSink], list[Ticket]]:
+    async def _attach(self, exchange: Exchange, call: Call, collector: Collector) -> tuple[list[StreamSink], list[Ticket]]:
         """Queue the call's requests. A live request of the same id gives this one another."""
         mailbox = self.state.mailbox
         streams = bool(call.request.stream)
@@ -148,8 +149,12 @@ class Endpoint:
         timeout = self._timeout(exchange, call.request)
         while True:
             arguments = [self._arguments(call, index, timeout) for index in range(len(call.prompts))]
+            requests = list(zip(arguments, sinks, strict=True))
             try:
-                return sinks, self.state.runtime.attach(list(zip(arguments, sinks, strict=True)))
+                if call.params.structured_outputs is None:
+                    return sinks, self.state.runtime.attach(requests)
+                # A grammar is compiled there, which may take a while.
+                return sinks, await asyncio.to_thread(self.state.runtime.attach, requests)
             except DuplicateRequestError:
                 call.id = f"{call.id}-{uuid.uuid4().hex[:8]}"
 

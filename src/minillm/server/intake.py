@@ -28,6 +28,7 @@ from minillm.server.protocol import (
     TokenizeRequest,
     decode,
 )
+from minillm.server.tools import plan_tools
 
 NUM_THREADS = 2
 LARGE_BODY = 64 << 10
@@ -90,7 +91,8 @@ def read_chat(body: bytes, tools: TextTools) -> ReadBody[ChatRequest]:
     arguments = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", request.reasoning_effort)
-    ids = encode_chat(request, tools, arguments, None if request.tool_choice == "none" else request.tools)
+    plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    ids = encode_chat(request, tools, arguments, None if plan is None else plan.template_tools)
     tools.check_length(ids)
     request.messages = []
     request.chat_template_kwargs = None
@@ -118,7 +120,7 @@ def encode_chat(
     ids = text.tokenizer.apply_chat_template(
         request.messages or [],
         add_generation_prompt=not goes_on if prompted is None else prompted,
-        tools=tools or None,
+        tools=tools,
         chat_template=text.chat_template,
         continue_final_message=goes_on,
         chat_template_kwargs=arguments,
@@ -158,7 +160,7 @@ def tokenize(body: bytes, tools: TextTools) -> bytes:
     if (request.prompt is None) is (request.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt", code="missing_field")
     if request.messages is not None:
-        ids = encode_chat(request, tools, dict(request.chat_template_kwargs or {}), request.tools)
+        ids = encode_chat(request, tools, dict(request.chat_template_kwargs or {}), request.tools or None)
     else:
         ids = tools.tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": tools.max_model_len, "tokens": ids}
