@@ -5,8 +5,8 @@
                   │
    step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
                               │
-            commit ◄── collect                of plan n
-                  │
+            commit ◄── collect                of plan n (where a row of plan n+1 follows a grammar: before its sample,
+                  │                           for the masks follow from the tokens of plan n)
             text, stop strings, logprobs ──► updates for the callers
                   └── finish(sequence, index) back to the scheduler
 ```
@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minillm.core.errors import EngineDeadError
+from minillm.core.errors import EngineDeadError, InvalidParameterError
 from minillm.core.plan import NoPlan, StepEvents, StepPlan
 from minillm.core.request import Request
+from minillm.engine.grammar_rows import GrammarEnds, GrammarRows
 from minillm.engine.output_processor import OutputProcessor, RequestUpdate, TrackedRequest
 from minillm.runner.interface import ModelRunner
 
@@ -57,6 +58,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.outputs = outputs
+        self.grammars = GrammarRows()
         self.overlap = overlap
         self.clock = clock
         self.lock = threading.Lock()
@@ -91,15 +93,21 @@ class LLMEngine:
         Updates carry `tag`. Without `wants_events` they bring the output at the end and nothing before.
         """
         self._check_alive()
+        constrained = request.sampling_params.structured_outputs is not None
+        if constrained and request.grammar is None:
+            raise InvalidParameterError("grammar", None, "structured_outputs must be compiled before (Runtime.prepare)")
         with self.lock:
             self.scheduler.submit(request, self.clock())
         try:
-            return self.outputs.add(request, prompt, tag, wants_events)
+            tracked = self.outputs.add(request, prompt, tag, wants_events)
         except Exception:
             with self.lock:
                 self.scheduler.cancel(request.request_id, self.clock(), "its output could not be set up")
                 self.scheduler.take_events()
             raise
+        if constrained:
+            self.grammars.add([request, *request.children])
+        return tracked
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Cancel a request in any state; its update (partial output, `cancelled`) is ready at once.
@@ -144,13 +152,25 @@ class LLMEngine:
             self._idle_plans = 0
             handle = self.runner.forward(plan)
             self._in_flight.append((plan, handle))
-            self.runner.sample(handle)
+            self.runner.sample(handle, self._masks(plan) if self.grammars.take_plan(plan) else None)
         if self._in_flight and not (issued and self.overlap and len(self._in_flight) == 1):
             self._commit_oldest()
         elif not issued:
             self._deliver_expired(plan, now)
         if self._check_invariants:
             self._run_invariants()
+
+    def _masks(self, plan: StepPlan) -> Any:
+        """Which tokens the sampling rows of the plan just issued may take.
+
+        They follow from the tokens of the plan before, which is committed here, while this one's forward pass runs.
+        """
+        while len(self._in_flight) > 1:
+            self._commit_oldest()
+        masks, ends = self.grammars.masks(plan)
+        now = self.clock()
+        self._end_sequences(ends.complete, self._fail_broken(ends, now), now)
+        return masks
 
     def _commit_oldest(self) -> None:
         plan, handle = self._in_flight.popleft()
@@ -177,6 +197,19 @@ class LLMEngine:
     def _process(self, events: StepEvents, now: float) -> None:
         """Text work on events; what it found (stop strings, failed outputs) goes back to the scheduler."""
         stops, failed = self.outputs.process(events, now)
+        if self.grammars.num_live:
+            ends = self.grammars.take_events(events)
+            stops += ends.complete
+            failed += self._fail_broken(ends, now)
+        self._end_sequences(stops, failed, now)
+
+    def _fail_broken(self, ends: GrammarEnds, now: float) -> list[str]:
+        """Fail the requests whose grammars failed; their ids, for the scheduler."""
+        found = [self.outputs.fail(sequence_id, error, now) for sequence_id, error in ends.broken]
+        return [request_id for request_id in found if request_id is not None]
+
+    def _end_sequences(self, stops: list[tuple[str, int]], failed: list[str], now: float) -> None:
+        """Tell the scheduler which sequences have ended, at which token, and which requests have failed."""
         if not stops and not failed:
             return
         with self.lock:
@@ -185,8 +218,9 @@ class LLMEngine:
             for request_id in failed:
                 self.scheduler.cancel(request_id, now, "its output failed")
             events = self.scheduler.take_events()
-        # Ends of the sequences just named are known already; anything else in there is news.
+        # What ended by a stop string is known already; anything else in there is news.
         self.outputs.process(events, now)
+        self.grammars.take_events(events)
 
     def _run_invariants(self) -> None:
         from minillm.core import invariants
@@ -256,6 +290,7 @@ class LLMEngine:
         self._failure = EngineDeadError(f"the engine failed at step {self.num_steps}: {error!r}")
         self._failure.__cause__ = error
         self._drop_in_flight()
+        self.grammars.clear()
         try:
             with self.lock:
                 self.scheduler.fail_all(repr(error), self.clock())

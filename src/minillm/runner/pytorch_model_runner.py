@@ -177,7 +177,7 @@ class PyTorchModelRunner:
                 unsampled = tokens == 0
             else:
                 if masks is not None:
-                    masks = masks.to(self.cache.device, non_blocking=True)
+                    masks = self._device.upload(masks)
                 tokens, unsampled = self._sample_rows(handle, self._logits(handle.hidden, batch), masks)
                 handle.hidden = None
             self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
