@@ -175,7 +175,9 @@ class ChatWriter:
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
-        return self._frame.choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        return self._frame.choice(
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        )
 
 
 def deltas_of(delta: Delta) -> list[dict[str, Any]]:
@@ -183,7 +185,9 @@ def deltas_of(delta: Delta) -> list[dict[str, Any]]:
     deltas: list[dict[str, Any]] = [{"content": delta.content}] if delta.content else []
     calls = []
     for call in delta.calls:
-        function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+        function = (
+            {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+        )
         head = {} if call.id is None else {"id": call.id, "type": "function"}
         calls.append({"index": call.index, **head, "function": function})
     return [*deltas, {"tool_calls": calls}] if calls else deltas

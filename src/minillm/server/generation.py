@@ -141,7 +141,9 @@ class Endpoint:
         model = request.model or self.state.model_names[0]
         return Call(f"{self.prefix}-{own}", int(time.time()), model, read, params)
 
-    async def _attach(self, exchange: Exchange, call: Call, collector: Collector) -> tuple[list[StreamSink], list[Ticket]]:
+    async def _attach(
+        self, exchange: Exchange, call: Call, collector: Collector
+    ) -> tuple[list[StreamSink], list[Ticket]]:
         """Queue the call's requests. A live request of the same id gives this one another."""
         mailbox = self.state.mailbox
         streams = bool(call.request.stream)

@@ -26,7 +26,7 @@ from minillm.server.errors import ApiError, ClientGone
 if TYPE_CHECKING:
     from minillm.server.intake import TextTools
 
-TIME_LIMIT = 60.0
+TIME_LIMIT = 120.0
 """Seconds after which a body is given up and its process ended."""
 MAX_PENDING = 64
 """Large bodies that may wait for a process; each is held in memory."""
