@@ -119,12 +119,12 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 def cuda_capture(device: torch.device) -> Capture:
     """Captures on `device`. Other threads may go on using it meanwhile."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
 
     def capture(work: Callable[[], None]) -> Any:
         # Not `torch.cuda.graph`: that waits for the device and empties torch's memory cache, once for each graph.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(_capture_stream(device)):
+        with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
