@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+import reference_ops
 from minillm.attention.cuda import CudaMetadata
 from minillm.attention.cuda_prepare import HEADER_INTS, UPDATE_INTS, DecodeBuffers
 from minillm.attention.interface import LayerAttention
@@ -111,99 +113,15 @@ class ReferenceKernels:
 
 
 class ReferenceOps:
-    """`DecoderOps` in plain PyTorch. `few` is how many tokens the small products take, 0 for none."""
+    """`DecoderOps` by :mod:`reference_ops`, counted. `few` is how many rows the small products take, in any dtype."""
 
     def __init__(self, few: int = 0) -> None:
         self.few = few
         self.calls: Counter[str] = Counter()
 
-    def embed(self, input_ids: Tensor, embedding: Tensor, residual: Tensor) -> Tensor:
-        self.calls["embed"] += 1
-        return residual.copy_(embedding[input_ids])
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        self.calls[name] += 1
+        return getattr(reference_ops, name)
 
-    def add_rms_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        self.calls["add_rms_norm"] += 1
-        if x is not None:
-            residual.add_(x)
-        return out.copy_(self._norm(residual, weight, eps))
-
-    def qk_norm_rope_write(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        positions: Tensor,
-        inv_freq: Tensor,
-        attention_factor: float,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        q_out: Tensor,
-    ) -> Tensor:
-        self.calls["qk_norm_rope_write"] += 1
-        tokens, num_heads, head_dim = q_out.shape
-        num_kv_heads, block_size = k_cache.shape[1:3]
-        heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, head_dim)
-        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        angles = positions[:, None, None].float() * inv_freq
-        cos, sin = (torch.cat((x, x), -1) * attention_factor for x in (angles.cos(), angles.sin()))
-        rotated = []
-        for x, weight in ((q, q_weight), (k, k_weight)):
-            wide = x.float() if weight is None else self._norm(x, weight, eps).to(qkv.dtype).float()
-            low, high = wide.chunk(2, -1)
-            rotated.append((wide * cos + torch.cat((-high, low), -1) * sin).to(qkv.dtype))
-        q_out.copy_(rotated[0])
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot >= 0:
-                k_cache[slot // block_size, :, slot % block_size] = rotated[1][token]
-                v_cache[slot // block_size, :, slot % block_size] = v[token]
-
-        return q_out
-
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
-        self.calls["silu_and_mul"] += 1
-        gate, up = gate_up.float().chunk(2, -1)
-        return out.copy_(torch.nn.functional.silu(gate) * up)
-
-    def small_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        out: Tensor | None = None,
-        bias: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        residual: Tensor | None = None,
-        gated: bool = False,
-    ) -> Tensor:
-        self.calls["small_linear"] += 1
-        assert len(x) <= self.few
-        target = residual if out is None else out
-        assert target is not None and (out is None or residual is None)
-        if norm_weight is not None:
-            x = self._norm(x, norm_weight, eps).to(weight.dtype)
-        product = torch.nn.functional.linear(x, weight, bias).float()
-        if gated:
-            gate, up = product.chunk(2, -1)
-            product = torch.nn.functional.silu(gate) * up
-        return target.copy_(product) if residual is None else target.add_(product)
-
-    def supports_small_linear(
-        self,
-        rows: int,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        gated: bool = False,
-        norm: bool = False,
-    ) -> bool:
+    def supports_small_linear(self, rows: int, *_: object, **__: object) -> bool:
         return rows <= self.few
-
-    @staticmethod
-    def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight
