@@ -59,7 +59,7 @@ def kernel_rows(spans: Iterable[Span], steps: int) -> list[dict[str, Any]]:
         gaps += max(0.0, span.start - reached)
         busy += max(0.0, span.end - max(reached, span.start))
         reached = max(reached, span.end)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"kind": "kernel", "name": name, "calls": len(times) / steps, "us": sum(times) / steps}
         for name, times in total.items()
     ]

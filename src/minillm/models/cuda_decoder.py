@@ -111,8 +111,10 @@ class DecoderOps(Protocol):
 class WrittenAttention(Protocol):
     """Attention over pages that this step's keys and values have been written to already."""
 
-    caches: Sequence[tuple[Tensor, Tensor]]
-    """K and V of each layer, [num_blocks, num_kv_heads, block_size, head_dim]."""
+    @property
+    def caches(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """K and V of each layer, [num_blocks, num_kv_heads, block_size, head_dim]."""
+        ...
 
     @property
     def slot_mapping(self) -> Tensor:
