@@ -90,5 +90,5 @@ def test_the_shape_of_qwen2_5_is_its_own() -> None:
 
     shape = model_shape("qwen2.5-0.5b")
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (14, 2, 64)
-    small = random_model("qwen2.5-0.5b", num_layers=1, vocab_size=64, intermediate_size=64)
+    small = random_model("qwen2.5-0.5b", num_layers=1, sliding_windows=(None,), vocab_size=64, intermediate_size=64)
     assert small.decoder.layers[0].qkv.bias is not None

@@ -294,7 +294,7 @@ GPU_ONLY: dict[str, list[str]] = {
 """Programs that have nothing to measure without a GPU, with their command."""
 NOT_QUICK = {
     "cpu": "it compares with transformers on the built-in model, minutes and a download",
-    **dict.fromkeys(GPU_ONLY, "minutes of a GPU, and a peer to install"),
+    **dict.fromkeys(GPU_ONLY, "minutes of a GPU"),
 }
 
 
