@@ -289,7 +289,8 @@ QUICK: dict[str, list[str]] = {
 }
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
 GPU_ONLY: dict[str, list[str]] = {
-    f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")
+    "gpu-table": ["gpu-table"],
+    **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
 }
 """Programs that have nothing to measure without a GPU, with their command."""
 NOT_QUICK = {
