@@ -234,11 +234,10 @@ class LLMEngine:
     def _process(self, events: StepEvents, now: float) -> None:
         """Text work on events; what it found (stop strings, failed outputs) goes back to the scheduler."""
         stops, failed = self.outputs.process(events, now)
-        if self.grammars.num_live:
-            ends = self.grammars.take_events(events)
-            stops += ends.complete
-            found = [self.outputs.fail(sequence_id, error, now) for sequence_id, error in ends.broken]
-            failed += [request_id for request_id in found if request_id is not None]
+        ends = self.grammars.take_events(events)
+        stops += ends.complete
+        found = [self.outputs.fail(sequence_id, error, now) for sequence_id, error in ends.broken]
+        failed += [request_id for request_id in found if request_id is not None]
         self._end_sequences(stops, failed, now)
 
     def _end_sequences(self, stops: list[tuple[str, int]], failed: list[str], now: float) -> None:
