@@ -3,7 +3,7 @@
 ```
 callers' threads                     engine thread
   submit ──► lock: ids, bound ──┐
-  cancel ──► lock: free the id ─┼──► inbox ──► take all inputs ──► step() ──► sinks (futures, stream buffers)
+  cancel ──► lock: free the id ─┼──► inbox ──► take all inputs ──► a step ──► sinks (futures, stream buffers)
   dropped stream ───────────────┘              (waits here, without polling, while there is nothing to do)
 ```
 While any request lives, the loop steps without a pause, and every step expires deadlines: so it never has to wait
@@ -142,6 +142,8 @@ class EngineThread:
         self._refusal: EngineDeadError | None = None
         # Engine thread only:
         self._close_at: float | None = None
+        self.after_delivery: Callable[[], None] | None = None
+        """Called in the engine thread when the sinks have been told all that a step brought."""
         self._thread = loader or threading.Thread(target=self._run, name="minillm-engine", daemon=True)
         _running.add(self)
         if loader is not None:
@@ -287,11 +289,17 @@ class EngineThread:
             while not self._may_stop():
                 self._take_inputs(wait=not self.engine.has_work and self._close_at is None)
                 if self.engine.has_work:
-                    self._deliver(self.engine.step())
+                    self._step()
             self._cancel_all()
         except BaseException as error:
             cause = error
         self._shut_down(cause)
+
+    def _step(self) -> None:
+        """One turn of the engine; what its readers do with their updates is done before the device is waited for."""
+        self._deliver(self.engine.issue_step())
+        self.engine.commit_step()
+        self._deliver(self.engine.take_updates())
 
     def _may_stop(self) -> bool:
         if self._close_at is None:
@@ -359,6 +367,15 @@ class EngineThread:
                 # A reader's fault (say, a broken event loop, a callback that calls sys.exit) is no reason to stop
                 # serving the others.
                 logger.error("request %s: its reader could not be told", ticket.request_id, exc_info=error)
+        if updates:
+            self._end_of_delivery()
+
+    def _end_of_delivery(self) -> None:
+        if self.after_delivery is not None:
+            try:
+                self.after_delivery()
+            except BaseException as error:
+                logger.error("readers could not be woken", exc_info=error)
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         self._mark_ended(ticket)
@@ -366,6 +383,7 @@ class EngineThread:
             ticket.sink.on_error(error)
         except BaseException as fault:
             logger.error("request %s: its reader could not be told", ticket.request_id, exc_info=fault)
+        self._end_of_delivery()
 
     def _mark_ended(self, ticket: Ticket) -> None:
         """Free the request's ids. Comes before its sink is told: whoever hears of the end may use the id again."""
@@ -382,7 +400,7 @@ class EngineThread:
         for ticket in sorted(tickets, key=lambda ticket: ticket.request.arrival_seq):
             self._withdraw(ticket)
         while self.engine.has_work:
-            self._deliver(self.engine.step())
+            self._step()
 
     def _shut_down(self, cause: BaseException | None) -> None:
         """Nobody may be left waiting: neither for a request nor for a call."""
