@@ -18,6 +18,7 @@ from minillm.engine.devices import resolve_device
 from minillm.engine.inputs import InputProcessor
 from minillm.engine.llm_engine import LLMEngine
 from minillm.engine.output_processor import OutputProcessor
+from minillm.engine.process import after_loading
 from minillm.models.chat_template import load_chat_template
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def build_engine(
             raise
         sizes = f"block_size={config.block_size}, num_blocks={limits.num_blocks}, max_num_seqs={config.max_num_seqs}"
         raise ConfigError(f"{sizes} do not fit this machine's memory: {shorten(str(error))}") from error
-    return assemble_engine(
+    parts = assemble_engine(
         config,
         limits,
         runner,
@@ -133,6 +134,8 @@ def build_engine(
         observer=observer,
         asynchronous=device != "cpu",
     )
+    after_loading()
+    return parts
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
