@@ -105,10 +105,10 @@ class SamplingKernels:
     def __init__(self, max_rows: int, end: int, invalid: Tensor | None, device: torch.device) -> None:
         if not 0 < end <= MAX_VOCAB:
             raise ValueError(f"the vocabulary of {end} tokens must have at least one and at most {MAX_VOCAB}")
-        self.device = device
         self.end = end
         self._invalid = invalid
         self._tiles_of_row = -(-end // TILE)
+        self.device = torch.empty(0, device=device).device  # with its index
         self.reserve(max_rows)
 
     def reserve(self, rows: int) -> None:
