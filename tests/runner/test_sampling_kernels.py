@@ -227,6 +227,7 @@ def test_parameters_are_sent_when_a_slot_is_assigned_and_only_then() -> None:
     params.host[3]["seed"] = 11
     params.changed(3)
     assert params.on_device().numpy().view(PARAMS_DTYPE)["seed"][:, 0].tolist() == [0, 8, 0, 11, 0]
+    assert params.on_device().numpy().view(PARAMS_DTYPE)["greedy"][:, 0].tolist() == [1, 1, 1, 0, 1]
 
 
 def test_a_slot_that_is_assigned_again_draws_as_its_new_request() -> None:

@@ -64,15 +64,17 @@ def specs(arch: str) -> list[KernelSpec]:
 class SlotParams:
     """Parameters of all sequence slots, on the host and, when asked for, on the device.
 
-    Only slots that changed since are sent. The device's copy keeps its place.
+    Only slots that changed since are sent. The device's copy keeps its place. A slot that was never assigned is greedy,
+    so that a row of padding may name it.
     """
 
     def __init__(self, num_slots: int, device: torch.device, upload: Upload) -> None:
         self.host = np.zeros(num_slots, dtype=PARAMS_DTYPE)
         """Whoever changes an element calls :meth:`changed`."""
+        self.host["greedy"] = 1
         self._upload = upload
         self._words = self.host.view(np.int64).reshape(num_slots, -1)
-        self._device = torch.zeros(self._words.shape, dtype=torch.int64, device=device)
+        self._device = torch.from_numpy(self._words.copy()).to(device)
         self._changed: set[int] = set()
 
     def changed(self, slot: int) -> None:

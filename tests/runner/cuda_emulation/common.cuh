@@ -173,6 +173,13 @@ V atomicAdd(V* address, V value) {
 template <typename V>
 V __ldcg(const V* address) { return *address; }
 
+struct uint4 { u32 x, y, z, w; };
+template <typename T>
+constexpr int kPer16B = 16 / int(sizeof(T));
+template <typename T>
+void unpack16(uint4 v, float (&out)[kPer16B<T>]) { std::memcpy(out, &v, sizeof(v)); }
+
+inline int __clzll(i64 bits) { return bits ? __builtin_clzll(u64(bits)) : 64; }
 inline int __ffs(u32 bits) { return __builtin_ffs(int(bits)); }
 inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }

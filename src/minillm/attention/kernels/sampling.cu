@@ -36,7 +36,8 @@ struct Call {
 
     template <typename T>
     __device__ __forceinline__ Logits<T> row_logits(int row) const {
-        return {static_cast<const T*>(logits) + row * stride, invalid, end};
+        const T* const at = static_cast<const T*>(logits) + row * stride;
+        return {at, invalid, end, reinterpret_cast<u64>(at) % 16 == 0};
     }
 };
 
@@ -65,7 +66,7 @@ __device__ void begin_row(const Call& call, int row, u64 best, float least) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sample_best(const Call call) {
+__global__ void __launch_bounds__(kThreads, 6) sample_best(const Call call) {
     const int row = blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
     const Logits<T> logits = call.row_logits<T>(row);
     float max = -INFINITY, least = INFINITY;
@@ -77,8 +78,8 @@ __global__ void __launch_bounds__(kThreads) sample_best(const Call call) {
 #pragma unroll
         for (int j = 0; j < kPerThread; ++j) {
             nan |= value[j] != value[j];
-            if (value[j] > max) max = value[j], at = first + j * kThreads + int(threadIdx.x);
-            if (value[j] > -INFINITY) least = fminf(least, value[j]);
+            if (value[j] > max) max = value[j], at = logits.id(first, j);
+            least = fminf(least, value[j] > -INFINITY ? value[j] : INFINITY);
         }
     }
     u64 best = u64(nan ? 0xffffffffu : order_key(max)) << 32 | u32(~at);
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) sample_cut(const Call call) {
                 u32 at = 0;
                 if (lane == 0) at = atomicAdd(call.listed + row, u32(__popc(lanes)));
                 at = __shfl_sync(kFullWarp, at, 0) + __popc(lanes & ((1u << lane) - 1));
-                if (listed) list[at] = order_of(value[j], first + j * kThreads + int(threadIdx.x));
+                if (listed) list[at] = order_of(value[j], logits.id(first, j));
             }
         }
     }
@@ -303,31 +304,51 @@ __global__ void __launch_bounds__(kThreads) sample_cut(const Call call) {
     }
 }
 
-// The order of the token at which `limit` of the measure (tokens, or their weight) is reached: the greatest order such
-// that tokens of that order or higher have that much. `from` and all above it must. Four bits a pass over the row.
-template <bool Count, typename T>
-__device__ u64 search_order(const Logits<T>& logits, const Weigher& weigh, u64 limit, u64 from) {
-    constexpr int kPivots = 15, kLoads = 4;
-    for (int shift = kOrderBits - 4; shift >= 0; shift -= 4) {
-        u64 sums[kPivots] = {};
-        for (int first = threadIdx.x; first < logits.end; first += kLoads * kSearchThreads) {
-            float value[kLoads];
+// Calls visit(logit, order, weight) for all tokens of a row that have weight.
+template <typename T, typename Visit>
+__device__ __forceinline__ void for_each_token(const Logits<T>& logits, const Weigher& weigh, Visit visit) {
+    constexpr int kLoads = 8;
+    for (int first = threadIdx.x; first < logits.end; first += kLoads * kSearchThreads) {
+        float value[kLoads];
+        logits.strided(first, kSearchThreads, value);
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) value[i] = logits(first + i * kSearchThreads);
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const u64 weight = weigh(value[i]), order = order_of(value[i], first + i * kSearchThreads);
-                if (weight == 0 || order < from) continue;
-                const u64 steps = (order - from) >> shift, amount = Count ? 1 : weight;
-#pragma unroll
-                for (int j = 0; j < kPivots; ++j) sums[j] += steps > j ? amount : 0;
-            }
+        for (int i = 0; i < kLoads; ++i) {
+            const u64 weight = weigh(value[i]);
+            if (weight) visit(value[i], order_of(value[i], first + i * kSearchThreads), weight);
         }
-        int most = 0;
+    }
+}
+
+// The order of the token at which `limit` of the measure (tokens, or their weight) is reached: the greatest order such
+// that tokens of that order or higher have that much. It is in [from, last]. Four bits a pass over the row.
+template <bool Count, typename T>
+__device__ u64 search_order(const Logits<T>& logits, const Weigher& weigh, u64 limit, u64 from, u64 last) {
+    constexpr int kPivots = 15, kWarps = kSearchThreads / kWarp;
+    __shared__ u64 parts[kPivots][kWarps], totals[kPivots];
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int bits = 64 - __clzll(i64(last - from));
+    for (int shift = (bits + 3) / 4 * 4 - 4; shift >= 0; shift -= 4) {
+        u64 sums[kPivots] = {};
+        for_each_token(logits, weigh, [&](float, u64 order, u64 weight) {
+            if (order < from) return;
+            const u64 steps = (order - from) >> shift, amount = Count ? 1 : weight;
+#pragma unroll
+            for (int i = 0; i < kPivots; ++i) sums[i] += steps > i ? amount : 0;
+        });
 #pragma unroll
         for (int i = 0; i < kPivots; ++i) {
-            if (block_reduce<kSearchThreads>(sums[i], Sum()) >= limit) most = i + 1;
+            const u64 sum = warp_reduce(sums[i], Sum());
+            if (lane == 0) parts[i][warp] = sum;
         }
+        __syncthreads();
+        if (warp < kPivots) {
+            const u64 sum = warp_reduce(parts[warp][lane], Sum());
+            if (lane == 0) totals[warp] = sum;
+        }
+        __syncthreads();
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < kPivots; ++i) most += totals[i] >= limit;
         from += u64(most) << shift;
     }
     return from;
@@ -347,23 +368,36 @@ __global__ void __launch_bounds__(kSearchThreads) sample_search(const Call call,
         u64 total = 0;
         for (int split = warp; split < splits; split += kSearchThreads / kWarp) {
             u64 sum = 0;
-            const int last = min((split + 1) * split_ids, logits.end);
-            for (int id = split * split_ids + lane; id < last; id += kWarp) {
-                const float logit = logits(id);
-                if (order_of(logit, id) >= cut) sum += weigh(logit);
+            for (int id = split * split_ids + lane; id < (split + 1) * split_ids; id += kPerThread * kWarp) {
+                float value[kPerThread];
+                logits.strided(id, kWarp, value);
+#pragma unroll
+                for (int i = 0; i < kPerThread; ++i) {
+                    sum += order_of(value[i], id + i * kWarp) >= cut ? weigh(value[i]) : 0;
+                }
             }
             sum = warp_reduce(sum, Sum());
             if (lane == 0) sums[split] = sum, total += sum;
         }
         return block_reduce<kSearchThreads>(total, Sum());
     };
-    u64 cut = 0, total = state.total;
+    // The bins tell between which orders the cuts are.
+    u64 least = ~0ull, most = 0;
+    for_each_token(logits, weigh, [&](float logit, u64 order, u64) {
+        const int bin = bin_of(state, logit);
+        if (bin < state.first_bin || bin > state.last_bin) return;
+        least = min(least, order);
+        most = max(most, order);
+    });
+    least = ~block_reduce<kSearchThreads>(~least, Max());
+    most = block_reduce<kSearchThreads>(most, Max());
+    u64 cut = least, total = state.total;
     if (state.top_k < kNoTopK) {
-        cut = search_order<true>(logits, weigh, state.top_k, 0);
+        cut = search_order<true>(logits, weigh, state.top_k, cut, most);
         total = weigh_splits(cut);
     }
     if (state.top_p < 1.0) {
-        cut = search_order<false>(logits, weigh, mass_limit(total, state.top_p), cut);
+        cut = search_order<false>(logits, weigh, mass_limit(total, state.top_p), cut, most);
         weigh_splits(cut);
     }
     draw<kSearchThreads>(state, logits, cut, sums, splits, split_ids, call.tokens + row);

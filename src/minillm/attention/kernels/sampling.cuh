@@ -55,20 +55,65 @@ static_assert(sizeof(SlotParams) == 40 && sizeof(Row) == 80, "mirrored on the ho
 // One row of logits; ids at `end` and beyond, and those in the bitmap `invalid` (or null), stand for no token.
 template <typename T>
 struct Logits {
+    static constexpr int kVec = kPer16B<T>;
     const T* row;
     const u32* invalid;
     int end;
+    bool aligned;  // to 16 bytes
 
-    __device__ __forceinline__ float operator()(int id) const {
-        if (id >= end) return -INFINITY;
-        const float logit = to_float(row[id]);
-        return invalid && (invalid[id >> 5] >> (id & 31) & 1) ? -INFINITY : logit;
+    __device__ __forceinline__ bool no_token(int id) const { return invalid && (invalid[id >> 5] >> (id & 31) & 1); }
+
+    // Ids first, first + step, ...: all loads are under way together.
+    template <int Count>
+    __device__ __forceinline__ void strided(int first, int step, float (&out)[Count]) const {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) out[i] = first + i * step < end ? to_float(row[first + i * step]) : -INFINITY;
+        if (invalid) {
+#pragma unroll
+            for (int i = 0; i < Count; ++i) {
+                const int id = min(first + i * step, end - 1);
+                out[i] = no_token(id) ? -INFINITY : out[i];
+            }
+        }
     }
 
-    // This thread's tokens of the tile at `first`: first + i * kThreads + threadIdx.x.
+    // Ids of this thread in the tile at `first`, ascending in i.
+    __device__ __forceinline__ int id(int first, int i) const {
+        const int thread = threadIdx.x;
+        return first + (aligned ? (i / kVec * kThreads + thread) * kVec + i % kVec : i * kThreads + thread);
+    }
+
+    // Their logits.
     __device__ __forceinline__ void tile(int first, float (&out)[kPerThread]) const {
+        if (first + kTile > end) {
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) out[i] = (*this)(first + i * kThreads + int(threadIdx.x));
+            for (int i = 0; i < kPerThread; ++i) {
+                const int at = id(first, i);
+                out[i] = at < end && !no_token(at) ? to_float(row[at]) : -INFINITY;
+            }
+            return;
+        }
+        if (aligned) {
+            uint4 loaded[kPerThread / kVec];
+#pragma unroll
+            for (int i = 0; i < kPerThread / kVec; ++i) {
+                loaded[i] = *reinterpret_cast<const uint4*>(row + id(first, i * kVec));
+            }
+#pragma unroll
+            for (int i = 0; i < kPerThread / kVec; ++i) {
+                float values[kVec];
+                unpack16<T>(loaded[i], values);
+#pragma unroll
+                for (int j = 0; j < kVec; ++j) out[i * kVec + j] = values[j];
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) out[i] = to_float(row[id(first, i)]);
+        }
+        if (invalid) {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) out[i] = no_token(id(first, i)) ? -INFINITY : out[i];
+        }
     }
 };
 
@@ -92,21 +137,24 @@ __device__ __forceinline__ int id_of(u64 order) { return (1 << kIdBits) - 1 - in
 // ---- Weights ---------------------------------------------------------------------------------------------------------
 
 struct Weigher {
-    float max, temperature, reciprocal, min_p;
+    float max, temperature, reciprocal, min_p, least;
 
     __device__ __forceinline__ explicit Weigher(const Row& row)
-        : max(row.max), temperature(row.temperature), reciprocal(row.reciprocal), min_p(row.min_p) {}
+        : max(row.max),
+          temperature(row.temperature),
+          reciprocal(row.reciprocal),
+          min_p(row.min_p),
+          least(kLeastScaled * row.temperature) {}
 
     __device__ __forceinline__ u64 operator()(float logit) const {
-        const float x = logit - max;
-        float q = x * reciprocal;
-        if (!(q > kLeastScaled)) return 0;
+        const float x = fmaxf(logit - max, least);  // of weight 0 there, and no infinity
         // x / temperature, correctly rounded: two steps of Newton with the rounded reciprocal (P. Markstein, "Computation
         // of elementary functions on the IBM RISC System/6000 processor", 1990), cheaper than the general division.
+        float q = x * reciprocal;
         q = fmaf(fmaf(-temperature, q, x), reciprocal, q);
         q = fmaf(fmaf(-temperature, q, x), reciprocal, q);
         const float relative = expf(q);
-        return relative >= min_p ? __float2ull_rz(relative * 0x1p40f) : 0;
+        return __float2ull_rz(relative >= min_p ? relative * 0x1p40f : 0.0f);
     }
 };
 
@@ -247,28 +295,40 @@ __device__ void draw(const Row& row, const Logits<T>& logits, u64 cut, const u64
         }
     }
     __syncthreads();
-    const int first_id = chosen * split_ids;
-    const auto kept = [&](int id) -> u64 {
-        const float logit = logits(id);
-        return order_of(logit, id) >= cut ? weigh(logit) : 0;
+    // Weights of 256 ids from `first` on, kLanes of them in each lane: first + i * kWarp + lane.
+    constexpr int kLanes = kSubTile / kWarp;
+    const auto kept = [&](int first, u64(&weights)[kLanes]) {
+        float values[kLanes];
+        logits.strided(first + lane, kWarp, values);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+            weights[i] = order_of(values[i], first + i * kWarp + lane) >= cut ? weigh(values[i]) : 0;
+        }
     };
+    const int first_id = chosen * split_ids;
+    u64 weights[kLanes];
     for (int sub = warp; sub < split_ids / kSubTile; sub += Threads / kWarp) {
+        kept(first_id + sub * kSubTile, weights);
         u64 sum = 0;
 #pragma unroll
-        for (int i = 0; i < kSubTile / kWarp; ++i) sum += kept(first_id + sub * kSubTile + i * kWarp + lane);
+        for (int i = 0; i < kLanes; ++i) sum += weights[i];
         sum = warp_reduce(sum, Sum());
         if (lane == 0) sub_sums[sub] = sum;
     }
     __syncthreads();
-    if (warp == 0) {
-        u64 target = rest;
-        int id = first_id;
-        for (int sub = 0; sub_sums[sub] <= target; ++sub, id += kSubTile) target -= sub_sums[sub];
-        for (;; id += kWarp) {
-            const u64 inclusive = warp_scan(kept(id + lane));
+    // The warp that weighed the chosen ids last still holds them if there is one round.
+    u64 target = rest;
+    int sub = 0;
+    for (; sub_sums[sub] <= target; ++sub) target -= sub_sums[sub];
+    if (warp == sub % (Threads / kWarp)) {
+        const int first = first_id + sub * kSubTile;
+        if (split_ids / kSubTile > Threads / kWarp) kept(first, weights);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+            const u64 inclusive = warp_scan(weights[i]);
             const u32 beyond = __ballot_sync(kFullWarp, inclusive > target);
             if (beyond) {
-                if (lane == 0) *token = id + __ffs(beyond) - 1;
+                if (lane == 0) *token = first + i * kWarp + __ffs(beyond) - 1;
                 break;
             }
             target -= __shfl_sync(kFullWarp, inclusive, kWarp - 1);
