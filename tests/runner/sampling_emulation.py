@@ -28,7 +28,7 @@ def library() -> ctypes.CDLL | None:
     folder = Path(mkdtemp(prefix="minillm-emulation-"))
     try:
         # Beside each other, so that #include "common.cuh" finds the emulation.
-        for path in (*HERE.iterdir(), *KERNEL_DIR.glob("sampling.cu*")):
+        for path in (*HERE.iterdir(), *KERNEL_DIR.glob("sampling.cu*"), KERNEL_DIR / "dependent_launch.cuh"):
             shutil.copy(path, folder)
         command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
         target = folder / "sampling.so"

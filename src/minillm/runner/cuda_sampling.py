@@ -158,12 +158,14 @@ class SamplingKernels:
         tiles, splits = self.split(rows)
         call = self._pack(logits, slots, indices, params, tokens, failed, tiles)
         kernels = _SPECS[logits.dtype]
-        get_kernel(kernels["best"], self.device).launch((splits, rows), THREADS, (call,))
+        get_kernel(kernels["best"], self.device).launch((splits, rows), THREADS, (call,), dependent=True)
         if random:
-            get_kernel(kernels["mass"], self.device).launch((splits, rows), THREADS, (call,))
+            get_kernel(kernels["mass"], self.device).launch((splits, rows), THREADS, (call,), dependent=True)
         if filtered:
-            get_kernel(kernels["cut"], self.device).launch((splits, rows), THREADS, (call,))
-            get_kernel(kernels["search"], self.device).launch(rows, SEARCH_THREADS, (call, np.int32(splits)))
+            get_kernel(kernels["cut"], self.device).launch((splits, rows), THREADS, (call,), dependent=True)
+            get_kernel(kernels["search"], self.device).launch(
+                rows, SEARCH_THREADS, (call, np.int32(splits)), dependent=True
+            )
 
     def split(self, rows: int) -> tuple[int, int]:
         """(tiles of a split, splits of a row) for a call of so many rows. No token depends on it."""

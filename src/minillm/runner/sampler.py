@@ -229,6 +229,8 @@ class Sampler:
         if make_kernels is not None and self._first_padding:
             bitmap = torch.from_numpy(invalid_bitmap(invalid, vocab_size)).to(device) if invalid else None
             self.kernels = make_kernels(max_num_seqs, self._first_padding, bitmap, device)
+        self._sent = torch.empty(2 * max_num_seqs, dtype=torch.int32, device=device)
+        self._sent_views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sample(
         self, logits: Tensor, rows: Sequence[int], indices: Sequence[int], allowed: Tensor | None = None
@@ -242,7 +244,7 @@ class Sampler:
         """
         row_array = np.asarray(rows, dtype=np.int64)
         index_array = np.asarray(indices, dtype=np.int64)
-        self._check(logits, row_array, index_array)
+        self._check(logits, len(row_array), len(index_array))
         if not len(row_array):
             empty = torch.zeros(0, dtype=torch.int64, device=logits.device)
             return SampleResult(empty, empty.bool(), None, [])
@@ -266,10 +268,12 @@ class Sampler:
         return SampleResult(tokens, failed, logprobs, kinds.scored.tolist())
 
     def kinds(self, rows: np.ndarray) -> RowKinds:
-        """What these rows (slots, int64 [R]) ask for."""
+        """What these rows (slots, int64 [R], R > 0) ask for; ValueError if one is not assigned."""
         state = self.state
         key = (state.version, rows.tobytes())
         if self._kinds is None or key != self._kinds_of:
+            if not state.assigned[rows].all():
+                raise ValueError(f"rows {rows[~state.assigned[rows]].tolist()} are not assigned")
             random = ~state.greedy[rows]
             scored = np.flatnonzero(state.num_logprobs[rows] >= 0)
             self._kinds = RowKinds(
@@ -297,11 +301,11 @@ class Sampler:
         work = self._edit(logits, rows, indices, allowed, kinds) if edit else logits
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         failed = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
-        slots_indices = self._upload(np.stack((rows, indices)).astype(np.int32))
+        slots, output_indices = self._send(rows, indices)
         self.kernels.sample(
             work,
-            slots_indices[0],
-            slots_indices[1],
+            slots,
+            output_indices,
             self.state.slot_params.on_device(),
             tokens,
             failed,
@@ -313,6 +317,21 @@ class Sampler:
             tokens.masked_fill_(failed, 0)
         return logits, tokens, failed
 
+    def _send(self, rows: np.ndarray, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Both as int32 on the device, where the next call overwrites them, in stream order."""
+        count = len(rows)
+        views = self._sent_views.get(count)
+        if views is None:
+            if 2 * count > len(self._sent):
+                self._sent = torch.empty(4 * count, dtype=torch.int32, device=self.state.device)
+                self._sent_views.clear()
+            views = self._sent_views[count] = (self._sent[:count], self._sent[count : 2 * count])
+        both = np.empty(2 * count, dtype=np.int32)
+        both[:count] = rows
+        both[count:] = indices
+        self._upload.into(self._sent, both)
+        return views
+
     @staticmethod
     def _hidden_failures(logits: Tensor) -> Tensor:
         """Rows in which an edit may hide a NaN or inf of the model behind its mask."""
@@ -323,16 +342,14 @@ class Sampler:
         self._mask_invalid(logits)
         return compute_logprobs(logits, next_ids, [num_top] * len(next_ids))
 
-    def _check(self, logits: Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
-        expected = (len(rows), self.state.vocab_size)
+    def _check(self, logits: Tensor, num_rows: int, num_indices: int) -> None:
+        expected = (num_rows, self.state.vocab_size)
         right = logits.dtype == torch.float32 or (self.kernels is not None and logits.dtype == torch.bfloat16)
-        if tuple(logits.shape) != expected or not right or len(indices) != len(rows):
+        if logits.shape != expected or not right or num_indices != num_rows:
             raise ValueError(
-                f"logits {tuple(logits.shape)} {logits.dtype} and {len(indices)} indices for {len(rows)} rows; "
+                f"logits {tuple(logits.shape)} {logits.dtype} and {num_indices} indices for {num_rows} rows; "
                 f"float32 {expected} is needed"
             )
-        if not self.state.assigned[rows].all():
-            raise ValueError(f"rows {rows[~self.state.assigned[rows]].tolist()} are not assigned")
 
     def _mask_invalid(self, logits: Tensor) -> None:
         if self._first_padding < self.state.vocab_size:

@@ -67,6 +67,8 @@ __device__ void begin_row(const Call& call, int row, u64 best, float least) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 6) sample_best(const Call call) {
+    let_next_grid_start();
+    wait_for_previous_grid();
     const int row = blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
     const Logits<T> logits = call.row_logits<T>(row);
     float max = -INFINITY, least = INFINITY;
@@ -156,6 +158,8 @@ __global__ void __launch_bounds__(kThreads) sample_mass(const Call call) {
     // A weight is at most 2^40: its halves of 20 bits can be added kTile times in 32 bits, which shared memory does in
     // one instruction.
     __shared__ u32 counts[kBins], low[kBins], high[kBins];
+    let_next_grid_start();
+    wait_for_previous_grid();
     const int row = blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
     const Row state = call.rows[row];
     if (state.mode == kDone) return;
@@ -266,6 +270,8 @@ __device__ u64 cut_list(const Row& state, const u64* list, int size, u64* sums, 
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_cut(const Call call) {
+    let_next_grid_start();
+    wait_for_previous_grid();
     const int row = blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile, lane = threadIdx.x % kWarp;
     const Row state = call.rows[row];
     if (state.mode != kListed) return;
@@ -356,6 +362,8 @@ __device__ u64 search_order(const Logits<T>& logits, const Weigher& weigh, u64 l
 
 template <typename T>
 __global__ void __launch_bounds__(kSearchThreads) sample_search(const Call call, int splits) {
+    let_next_grid_start();
+    wait_for_previous_grid();
     const int row = blockIdx.x, split_ids = call.tiles * kTile;
     const Row state = call.rows[row];
     if (state.mode != kSearched) return;

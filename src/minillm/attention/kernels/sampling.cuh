@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "dependent_launch.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kSearchThreads = 1024;
