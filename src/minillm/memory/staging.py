@@ -46,7 +46,7 @@ class Upload(Protocol):
         ...
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
-        """One contiguous array to the start of a contiguous tensor, byte by byte; the least work for the host."""
+        """One flat array to the beginning of `target`, of its dtype, behind what still reads it there."""
         ...
 
 
@@ -66,7 +66,7 @@ class HostUpload:
         return [torch.from_numpy(array) for array in arrays]
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
-        ctypes.memmove(target.data_ptr(), _address(array), array.nbytes)
+        target[: len(array)].copy_(torch.from_numpy(array))
 
 
 def _address(array: np.ndarray) -> int:
@@ -159,12 +159,15 @@ class PinnedUpload:
         return views
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
-        """Through the driver: no tensor is made but the staging slice."""
+        """The target keeps its place; in stream order. On a GPU no tensor is made but the staging slice."""
         from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
 
-        source = self._ring.take(array.nbytes).data_ptr()
-        ctypes.memmove(source, _address(array), array.nbytes)
-        memcpy_async(target.data_ptr(), source, array.nbytes, current_raw_stream(target.get_device()))
+        staged = self._ring.take(array.nbytes)
+        ctypes.memmove(staged.data_ptr(), _address(array), array.nbytes)
+        if target.is_cuda:
+            memcpy_async(target.data_ptr(), staged.data_ptr(), array.nbytes, current_raw_stream(target.get_device()))
+        else:
+            target[: len(array)].copy_(staged.view(target.dtype))
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
