@@ -67,6 +67,7 @@ KERNEL_MODULES = (
     "minillm.attention.cuda_prepare",
     "minillm.memory.cuda_kv_ops",
     "minillm.models.cuda_ops",
+    "minillm.runner.finite_rows",
 )
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""
 
