@@ -69,7 +69,9 @@ PROGRAMS = {
     "offline": "offline:PROGRAM",
     "latency": "latency:PROGRAM",
     "gpu-table": "gpu_table:PROGRAM",
+    "startup": "startup:PROGRAM",
     "modes": "modes:PROGRAM",
+    "pressure": "pressure:PROGRAM",
     "stress": "stress_report:PROGRAM",
     "sla": "sla_program:PROGRAM",
     "sla-model": "sla_program:MODEL_PROGRAM",
@@ -83,6 +85,7 @@ PROGRAMS = {
     "decode-peers": "saved_programs:DECODE_PEERS",
     "prefill-peers": "saved_programs:PREFILL_PEERS",
     "swap": "saved_programs:SWAP",
+    "sampling": "saved_programs:SAMPLING",
 }
 """Program -> module of this package and name in it, in the order of the report."""
 
