@@ -41,7 +41,7 @@ DEFAULT_WHITESPACE = r" |\n[ \t]{0,20}"
 
 JSON allows any amount, and small models can go on with it until their tokens are spent."""
 
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -313,7 +313,7 @@ def _checked_grammar(spec: StructuredOutputs) -> dict[str, str]:
     CPU time). What is plainly small is spared that.
     """
     kind = "json" if spec.json_object else spec.kind
-    request = {"kind": kind, "text": _text(spec), "options": _json_options(spec)}
+    request: dict[str, Any] = {"kind": kind, "text": _text(spec), "options": _json_options(spec)}
     if spec.json_object or spec.choice is not None or (spec.json is not None and is_plain(json.loads(str(spec.json)))):
         return {"grammar": grammar_check.make_grammar(**request)}
     return _run_check(request)

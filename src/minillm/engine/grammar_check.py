@@ -21,7 +21,7 @@ MEMORY_BYTES = 512 << 20
 """Address space beyond what the started interpreter has."""
 
 
-def make_grammar(kind: str, text: str, options: dict[str, Any]) -> str:
+def make_grammar(kind: str, text: str, options: Any) -> str:
     """The library's grammar for a request of this kind; `text` of a choice is a JSON list. ValueError if there is none.
 
     Only the syntax that has to be rewritten is checked; the grammar may not compile.

@@ -47,6 +47,8 @@ class GrammarRows:
         self._followers: dict[str, _Follower] = {}
         self._owners: dict[int, str] = {}
         """Sequence id by row, for rows of sequences that have a grammar."""
+        self._ends = GrammarEnds()
+        """What was found while making masks."""
 
     @property
     def num_live(self) -> int:
@@ -61,10 +63,16 @@ class GrammarRows:
         """Forget all of them."""
         self._followers.clear()
         self._owners.clear()
+        self._ends = GrammarEnds()
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether making masks found sequences that have to end."""
+        return bool(self._ends.complete or self._ends.broken)
 
     def take_events(self, events: StepEvents) -> GrammarEnds:
-        """Follow the tokens of a commit, and forget the sequences that ended."""
-        ends = GrammarEnds()
+        """Follow the tokens of a commit, and forget the sequences that ended. Returns all ends found since the last."""
+        ends, self._ends = self._ends, GrammarEnds()
         if not self._followers:
             return ends
         for finish in events.finished:
@@ -95,30 +103,29 @@ class GrammarRows:
                 self._owners.pop(assignment.row, None)
         return not self._owners.keys().isdisjoint(_sampling_rows(plan))
 
-    def masks(self, plan: StepPlan) -> tuple[np.ndarray | None, GrammarEnds]:
+    def masks(self, plan: StepPlan) -> np.ndarray | None:
         """Which tokens each sampling row may take: int32 [R, ceil(V / 32)], bit i of word w is token 32 w + i.
 
         All plans before this one must have committed. Rows without a grammar, and those of sequences that have ended,
-        may take any. None if that goes for all of them.
+        may take any. None if that goes for all of them. :meth:`take_events` returns what ends with this.
         """
-        ends = GrammarEnds()
         rows = _sampling_rows(plan)
         masks: np.ndarray | None = None
         for position, row in enumerate(rows):
             sequence_id = self._owners.get(row)
             follower = None if sequence_id is None else self._followers.get(sequence_id)
-            if sequence_id is None or follower is None:
+            if sequence_id is None or follower is None or follower.request.is_ended:
                 continue
             if masks is None:
                 masks = np.full((len(rows), mask_words(follower.request.grammar.vocab_size)), -1, dtype=np.int32)
             try:
                 if follower.matcher.fill(masks[position]):
                     continue
-                ends.complete.append((sequence_id, len(follower.request.generated_ids) - 1))
+                self._ends.complete.append((sequence_id, len(follower.request.generated_ids) - 1))
             except GrammarError as error:
-                ends.broken.append((sequence_id, f"its grammar failed: {error}"))
-            masks[position] = -1  # the row is discarded
-        return masks, ends
+                self._ends.broken.append((sequence_id, f"its grammar failed: {error}"))
+            masks[position] = -1  # the row will be discarded
+        return masks
 
 
 def _sampling_rows(plan: StepPlan) -> list[int]:
