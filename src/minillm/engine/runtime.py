@@ -118,6 +118,21 @@ class Runtime:
         """Tokenise and validate without queueing. `submit` and the streams take the result as their prompt, once."""
         return self._prepare(prompt, sampling_params, **options)[0]
 
+    def attach(self, requests: Sequence[tuple[Mapping[str, Any], Sink]]) -> list[Ticket]:
+        """Queue several requests, each the arguments of `submit` and the :class:`Sink` that the engine thread tells
+        what happens to it, all or none. For event loops that serve many requests (see `on_delivered`)."""
+        tickets = []
+        for arguments, sink in requests:
+            request, text = self._prepare(**arguments)
+            tickets.append(Ticket(request, text, sink))
+        self._thread.submit(tickets)
+        return tickets
+
+    def on_delivered(self, callback: Callable[[], None] | None) -> None:
+        """Have the engine thread call `callback` when sinks have been told all that a step brought: so that a loop
+        is woken once a step, not once a token."""
+        self._thread.after_delivery = callback
+
     def cancel(self, request_id: str) -> bool:
         """Cancel a request in any state: it ends with its partial output and `cancelled`. False if it is not live."""
         return self._thread.cancel(request_id)

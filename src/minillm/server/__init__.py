@@ -1,1 +1,1 @@
-"""The HTTP server."""
+"""The OpenAI-compatible HTTP server."""
