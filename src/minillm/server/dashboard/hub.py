@@ -32,10 +32,14 @@ class FrameHub:
         """Whether no more watchers are taken."""
         return self._closed or self.num_watchers >= self.max_watchers
 
-    async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Frames until the hub closes, or a frame cannot be made."""
+    async def watch(self, greeting: bytes = b"") -> AsyncGenerator[bytes, None]:
+        """The greeting, then frames until the hub closes, or a frame cannot be made. Nothing if the hub is full."""
+        if self.is_full:
+            return
         self.num_watchers += 1
         try:
+            if greeting:
+                yield greeting
             if self._sampler is None or self._sampler.done():
                 self._changed = asyncio.Event()
                 self._sampler = asyncio.create_task(self._sample())

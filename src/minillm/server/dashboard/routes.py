@@ -7,6 +7,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from hashlib import sha256
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -108,13 +109,9 @@ class Dashboard:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        yield encode_event("hello", self._hello())
-        frames = self.hub.watch()
-        try:
-            async for data in frames:
+        async with aclosing(self.hub.watch(encode_event("hello", self._hello()))) as watched:
+            async for data in watched:
                 yield data
-        finally:
-            await frames.aclose()
 
     def _hello(self) -> dict[str, Any]:
         config, info = self._runtime.config, self._runtime.model_info

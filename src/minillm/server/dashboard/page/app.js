@@ -1,6 +1,6 @@
 // The page's state, and what brings a frame onto it. Everything that comes from the server is set as text.
 
-const page = { hello: null, frame: null, selected: null, timelineIds: [], lastNews: 0, retry: 1000 };
+const page = { hello: null, frame: null, selected: null, timelineIds: [], drawing: 0, lastNews: 0, retry: 1000 };
 
 const setText = (id, text) => {
   const target = $(id);
@@ -145,9 +145,16 @@ function showBlocks(frame) {
   $('swap').setAttribute('aria-label', `Swap pool: ${frame.swap.used} of ${frame.swap.total} slots used by ${frame.swap.owners.length} requests`);
 }
 
+/** Draw the latest frame at the browser's next chance: a slow machine skips frames, a hidden tab draws none. */
 function show(frame) {
   page.frame = frame;
   page.lastNews = Date.now();
+  if (!page.drawing) page.drawing = requestAnimationFrame(draw);
+}
+
+function draw() {
+  const frame = page.frame;
+  page.drawing = 0;
   setStatus(frame.alive ? 'live' : 'dead', frame.alive ? `live · step ${frame.stats.steps.toLocaleString('en')}` : 'the engine is dead');
   const rates = drawRates($('rates'), frame.throughput);
   $('rates').setAttribute('aria-label', `Last second: ${rates.output[1]} output tokens, ${rates.prefill[1]} prefill tokens`);

@@ -31,7 +31,7 @@ const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 
 /** The largest square size with which `count` cells fit the box. */
 function cellSize(count, width, height) {
-  let size = Math.max(1, Math.min(26, Math.floor(Math.sqrt((width * height) / Math.max(1, count)))));
+  let size = Math.max(1, Math.min(36, Math.floor(Math.sqrt((width * height) / Math.max(1, count)))));
   while (size > 1 && Math.floor(width / size) * Math.floor(height / size) < count) size -= 1;
   return size;
 }
@@ -128,7 +128,7 @@ function drawTimeline(canvas, timelines, seconds, selected) {
   const { context, width, height } = prepare(canvas);
   const left = 150, bottom = 15;
   const rows = Math.max(1, Math.floor((height - bottom) / TIME_ROW));
-  const shown = timelines.slice(0, rows);
+  const shown = timelines.filter((row) => !row.finish_reason || row.spans.some((span) => span[2] < seconds)).slice(0, rows);
   const x = (ago) => left + (1 - Math.min(ago, seconds) / seconds) * (width - left - 2);
   const fills = Object.fromEntries(STATES.map((state) => [state, css(state)]));
   context.textBaseline = 'middle';
