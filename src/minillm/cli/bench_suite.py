@@ -291,6 +291,7 @@ QUICK: dict[str, list[str]] = {
 GPU_ONLY: dict[str, list[str]] = {
     "gpu-table": ["gpu-table"],
     **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
+    "sampling": ["sampling"],
 }
 """Programs that have nothing to measure without a GPU, with their command."""
 NOT_QUICK = {
