@@ -24,13 +24,13 @@ class FrameHub:
         self._frame = b""
         self._changed = asyncio.Event()
         self._sampler: asyncio.Task[None] | None = None
-        self._closed = False
+        self.closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minillm-dashboard")
 
     @property
     def is_full(self) -> bool:
         """Whether no more watchers are taken."""
-        return self._closed or self.num_watchers >= self.max_watchers
+        return self.closed or self.num_watchers >= self.max_watchers
 
     async def watch(self, greeting: bytes = b"") -> AsyncGenerator[bytes, None]:
         """The greeting, then frames until the hub closes, or a frame cannot be made. Nothing if the hub is full."""
@@ -44,9 +44,9 @@ class FrameHub:
                 self._changed = asyncio.Event()
                 self._sampler = asyncio.create_task(self._sample())
             sampler = self._sampler
-            while not self._closed and not sampler.done():
+            while not self.closed and not sampler.done():
                 await self._changed.wait()
-                if self._closed or sampler.done():
+                if self.closed or sampler.done():
                     return
                 yield self._frame
         finally:
@@ -57,14 +57,14 @@ class FrameHub:
 
     def close(self) -> None:
         """End every watcher's stream and the thread. Idempotent; called in the event loop."""
-        self._closed = True
+        self.closed = True
         self._changed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _sample(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while not self._closed:
+            while not self.closed:
                 begin = loop.time()
                 self._frame = await loop.run_in_executor(self._thread, self._make)
                 self.num_frames += 1
@@ -73,7 +73,7 @@ class FrameHub:
                 took = loop.time() - begin
                 await asyncio.sleep(max(self.interval - took, took))
         except Exception as error:
-            if not self._closed:
+            if not self.closed:
                 logger.error("the dashboard's frame could not be made", exc_info=error)
         finally:
             loop.call_soon(self._changed.set)  # once this task has ended: then its watchers leave

@@ -21,7 +21,7 @@ from minillm.server.dashboard.capture import capture, first_queued, view
 from minillm.server.dashboard.explanation import explanation
 from minillm.server.dashboard.frame import encode_event, frame, request_row
 from minillm.server.dashboard.hub import FrameHub
-from minillm.server.errors import ApiError
+from minillm.server.errors import ApiError, draining
 
 if TYPE_CHECKING:
     from minillm.core.base_scheduler import BaseScheduler
@@ -82,6 +82,8 @@ class Dashboard:
 
     async def events(self) -> Response:
         """Frames as server-sent events: `hello` once, then `frame` a few times a second."""
+        if self.hub.closed:
+            raise draining()
         if self.hub.is_full:
             raise ApiError(503, f"{self.hub.max_watchers} viewers watch the dashboard", headers={"Retry-After": "10"})
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
