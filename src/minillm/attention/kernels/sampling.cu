@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kThreads) sample_mass(const Call call) {
     __shared__ u32 counts[kBins], low[kBins], high[kBins];
     let_next_grid_start();
     wait_for_previous_grid();
-    const int row = blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
+    // The last rows come first: they are in the cache since the launch before, and the first will be for the next one.
+    const int row = gridDim.y - 1 - blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
     const Row state = call.rows[row];
     if (state.mode == kDone) return;
     const bool filtered = state.mode == kFiltered;
