@@ -68,6 +68,7 @@ KERNEL_MODULES = (
     "minillm.memory.cuda_kv_ops",
     "minillm.runner.cuda_sampling",
     "minillm.models.cuda_ops",
+    "minillm.runner.finite_rows",
 )
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""
 

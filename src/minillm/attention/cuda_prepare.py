@@ -59,17 +59,16 @@ class DecodeBuffers:
 
 
 def pack_step(
-    rows: Sequence[int], token_ids: Sequence[int], positions: Sequence[int], updates: np.ndarray, capacity: int
+    rows: Sequence[int], token_ids: Sequence[int], positions: Sequence[int], updates: Sequence[int], capacity: int
 ) -> np.ndarray:
-    """The host's message: columns of at most `capacity` entries, and `updates` int32 [U, 3] (row, index, block)."""
-    count, stride = len(rows), capacity
-    message = np.zeros(HEADER_INTS + 3 * stride + updates.size, dtype=np.int32)
-    message[0], message[1] = count, len(updates)
-    columns = message[HEADER_INTS : HEADER_INTS + 3 * stride].reshape(3, stride)
-    columns[0, :count] = rows
-    columns[1, :count] = token_ids
-    columns[2, :count] = positions
-    message[HEADER_INTS + 3 * stride :] = updates.reshape(-1)
+    """The host's message: columns of at most `capacity` entries; `updates` are (row, index, block), flat."""
+    count, end = len(rows), HEADER_INTS + 3 * capacity
+    message = np.zeros(end + len(updates), dtype=np.int32)
+    message[0], message[1] = count, len(updates) // UPDATE_INTS
+    for i, column in enumerate((rows, token_ids, positions)):
+        first = HEADER_INTS + i * capacity
+        message[first : first + count] = column
+    message[end:] = updates
     return message
 
 

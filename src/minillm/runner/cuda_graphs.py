@@ -97,6 +97,11 @@ class StepGraphs:
         self._graphs[size] = graph
         return graph
 
+    def forget(self) -> None:
+        """Drop the graphs: what they read has moved."""
+        self._graphs.clear()
+        self._seen.clear()
+
     def close(self) -> None:
         """Drop the graphs; steps run launch by launch from now on."""
         self._graphs.clear()

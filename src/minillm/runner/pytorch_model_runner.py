@@ -48,6 +48,7 @@ from minillm.runner.batch_builder import BatchBuilder, StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder
 from minillm.runner.cuda_forward import CudaForward, fused_decoder
 from minillm.runner.device import is_device_failure, step_device
+from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.logprobs import LogprobTensors
 from minillm.runner.sampler import Sampler
 from minillm.runner.step_handle import StepHandle, StepUnit, step_units
@@ -166,7 +167,7 @@ class PyTorchModelRunner:
     @property
     def graph_bytes(self) -> int:
         """Device memory, beside torch's own, that CUDA graphs may come to take."""
-        return 0 if self.cuda_forward is None else self.cuda_forward.graphs.reserved_bytes
+        return 0 if self.cuda_forward is None else self.cuda_forward.graph_bytes
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepHandle:
@@ -207,7 +208,7 @@ class PyTorchModelRunner:
                 unsampled = tokens == 0
             else:
                 if masks is not None:
-                    masks = masks.to(self.cache.device, non_blocking=True)
+                    masks = self._device.upload(masks)
                 logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
                 tokens, unsampled = self._sample_rows(handle, logits, masks)
                 handle.hidden = handle.logits = None
@@ -221,8 +222,8 @@ class PyTorchModelRunner:
         """Wait for the step's end and report it."""
         with self._device.active():
             self._device.wait(handle.marks[-1])
-            if handle.largest is not None:
-                self._fail_tokens(handle, handle.largest.isfinite().logical_not_())
+            if handle.not_finite is not None:
+                self._fail_tokens(handle, handle.not_finite)
             tokens, logprobs = self._results(handle)
             timings = self._timings(handle)
         prompt_logprobs = {
@@ -400,7 +401,8 @@ class PyTorchModelRunner:
     def _look_for_not_finite(self, handle: StepHandle, hidden: Tensor) -> None:
         """Fail every row with a hidden state that is not finite, or leave that to `collect`."""
         if self._asynchronous:
-            handle.largest = self._device.to_host(torch.linalg.vector_norm(hidden, torch.inf, -1))
+            flags = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+            handle.not_finite = self._device.to_host(flag_not_finite(hidden, flags))
             return
         if hidden.sum(dtype=torch.float32).isfinite() or hidden.isfinite().all():
             return  # a finite sum has finite terms; only the rare other case looks at all of them
@@ -419,7 +421,7 @@ class PyTorchModelRunner:
             handle.failures.update(dict.fromkeys(unit.sampling, error))
         else:
             handle.failed_requests[unit.request_id] = error
-        self.cache.clear_slots(torch.from_numpy(handle.batch.slots[unit.tokens]))
+        self.cache.clear_slots(torch.as_tensor(handle.batch.slots[unit.tokens], dtype=torch.int64))
 
     def _score_prompts(self, handle: StepHandle, hidden: Tensor) -> None:
         """Log-probabilities of the prompt positions that this step's chunks predict, for those that ask."""
