@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import sys
@@ -132,10 +133,8 @@ class Client:
             return
         call = self.whole(body) if how.startswith("whole") else self.streamed(body)
         delay = rng.random() * (0.01 if how.endswith("at once") else 0.5)
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(call, delay)
-        except TimeoutError:
-            pass
 
 
 WAYS = ("in a stream", "stream, at once", "stream, later", "whole, at once", "whole, later")

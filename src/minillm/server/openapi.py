@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes that read their bodies themselves: schemas come from the structs that check them."""
+"""The OpenAPI document of the routes that read bodies themselves: schemas come from the structs that check them."""
 
 from __future__ import annotations
 
