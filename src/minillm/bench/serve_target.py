@@ -1,4 +1,4 @@
-"""A server for `minillm bench serve` to measure: ``python -m minillm.bench.serve_target MODEL DEVICE DTYPE [NAME=JSON]``
+"""A server for `minillm bench serve`: ``python -m minillm.bench.serve_target MODEL DEVICE DTYPE [NAME=JSON ...]``.
 
 Takes the model names of the other programs (`random:tiny` too) and fields of `EngineConfig`, prints its URL in one
 line, and ends on SIGTERM.
