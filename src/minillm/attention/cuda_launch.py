@@ -8,6 +8,7 @@ with one :class:`struct.Struct` call, and the array of pointers that the driver 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may use without asking for more (CUDA programming guide, 'Shared memory')."""
+
+DEPENDENT_LAUNCHES = os.environ.get("MINILLM_DEPENDENT_LAUNCHES", "1") not in ("", "0")
+"""``MINILLM_DEPENDENT_LAUNCHES=0`` lets every kernel wait for the end of the one in front of it: to tell a race between
+neighbours from other mistakes, and to measure what overlapping gains."""
 
 _MOST_CONFIGS = 1024
 """Launch configurations that a kernel keeps: prompts of every length have grids of every size."""
@@ -239,7 +244,8 @@ class Kernel:
         dependent: bool,
         values: int,
     ) -> None:
-        if cluster is None and not (dependent and self._takes_dependents):
+        dependent = dependent and self._takes_dependents and DEPENDENT_LAUNCHES
+        if cluster is None and not dependent:
             gx, gy, gz = _three(grid)
             bx, by, bz = _three(block)
             (code,) = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, values, 0)
@@ -275,7 +281,7 @@ class Kernel:
             dims = attribute.value.clusterDim
             dims.x, dims.y, dims.z = _three(cluster)
             attributes.append(attribute)
-        if dependent and self._takes_dependents:
+        if dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1

@@ -245,11 +245,14 @@ QUICK: dict[str, list[str]] = {
     "stress": ["--model", "random:toy", "--factor", "victim", "--factor", "preemption", "--repeats", "3"],
 }
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
-GPU_ONLY = {f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")}
+GPU_ONLY = {
+    **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
+    "fused": ["fused"],
+}
 """Programs that have nothing to measure without a GPU, with their command."""
 NOT_QUICK = {
     "cpu": "it compares with transformers on the built-in model, minutes and a download",
-    **dict.fromkeys(GPU_ONLY, "minutes of a GPU, and a peer to install"),
+    **dict.fromkeys(GPU_ONLY, "minutes of a GPU"),
 }
 
 

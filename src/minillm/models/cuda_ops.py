@@ -305,6 +305,11 @@ class SmallLinearConfig:
         return 8 * self.tiles // (2 if self.gated else 1)
 
     @property
+    def x_place(self) -> str:
+        """Where a block reads x."""
+        return "shared" if self.shared_x else "global"
+
+    @property
     def stages(self) -> int:
         """Stages of a warp's ring."""
         return self.ring_bytes // (_WARPS * 8 * self.tiles * self.chunk * 2)
@@ -366,7 +371,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _shared_limit(device: torch.device) -> int:
+def shared_limit(device: torch.device) -> int:
     """Bytes of dynamic shared memory that a thread block may have, beside `small_linear`'s few static ones."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 256
 
@@ -377,12 +382,13 @@ def supports_small_linear(
     """Whether `small_linear` takes x [rows, k] with `n` outputs (of a gated product: n pairs of weight rows)."""
     if dtype not in (torch.float16, torch.bfloat16) or not 1 <= rows <= MAX_SMALL_ROWS or k % 8 or n < 1 or k < 8:
         return False
-    return _config(rows, n, k, gated, norm, device) is not None
+    return config_for(rows, n, k, gated, norm, device) is not None
 
 
 @cache
-def _config(rows: int, n: int, k: int, gated: bool, norm: bool, device: torch.device) -> SmallLinearConfig | None:
-    limits = {"multiprocessors": _multiprocessors(device), "shared_limit": _shared_limit(device)}
+def config_for(rows: int, n: int, k: int, gated: bool, norm: bool, device: torch.device) -> SmallLinearConfig | None:
+    """:func:`choose_config` for a device."""
+    limits = {"multiprocessors": _multiprocessors(device), "shared_limit": shared_limit(device)}
     return choose_config(rows, n, k, gated=gated, norm=norm, **limits)
 
 
@@ -468,7 +474,7 @@ def _small_linear_launch(
         check_tensor("residual" if residual is not None else "out", target, (rows, n), torch.float32, device,
                      contiguous_from=1)  # fmt: skip
     check_tensor("out", target, (rows, n), target.dtype, device, contiguous_from=1)
-    config = config or _config(rows, n, k, gated, norm_weight is not None, device)
+    config = config or config_for(rows, n, k, gated, norm_weight is not None, device)
     if config is None:
         raise ValueError(f"x of {rows} rows of {k} elements does not fit in shared memory; normalise it before")
     scalars = (
