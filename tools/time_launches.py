@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from minillm.bench.fused_cases import OURS, QWEN3, Case, contenders, products  # noqa: E402
+from minillm.bench.fused_cases import OURS, QWEN3, Case, contenders, products
 
 CALLS, SAMPLES = 200, 30
 
@@ -23,9 +23,8 @@ CALLS, SAMPLES = 200, 30
 def main() -> int:
     """Print one line per wrapper."""
     device = torch.device("cuda", torch.cuda.current_device())
-    row_wise = [
-        Case(op=op, model=QWEN3, rows=1) for op in ("embed", "add_rms_norm", "qk_norm_rope_write", "silu_and_mul")
-    ]
+    ops = ("embed", "add_rms_norm", "qk_norm_rope_write", "silu_and_mul")
+    row_wise = [Case(op=op, model=QWEN3, rows=1) for op in ops]
     for case in [*row_wise, *products(QWEN3, 1)]:
         call = contenders(case, 1, device, variants=False)[OURS][0]
         samples = []
