@@ -48,10 +48,9 @@ __device__ __forceinline__ float rounded(float x) {
 // grid (T, parts): part p has heads p, p + parts, ... of each round of kThreads / lanes heads. head_dim <= 8 * lanes.
 template <typename T, typename Cache>
 __global__ void __launch_bounds__(kThreads)
-qk_norm_rope_write(Cache* __restrict__ q_out, Cache* __restrict__ k_cache, Cache* __restrict__ v_cache,
-                   const T* __restrict__ qkv, const float* __restrict__ q_weight, const float* __restrict__ k_weight,
-                   const void* __restrict__ positions, const float* __restrict__ inv_freq,
-                   const i64* __restrict__ slot_mapping, i64 num_slots, i64 qkv_stride, i64 block_stride,
+qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, const float* __restrict__ q_weight,
+                   const float* __restrict__ k_weight, const void* positions, const float* __restrict__ inv_freq,
+                   const i64* slot_mapping, i64 num_slots, i64 qkv_stride, i64 block_stride,
                    int positions_are_long, int num_q, int num_kv, int head_dim, int block_size, int lanes,
                    float attention_factor, float eps) {
     __shared__ __align__(16) float cosines[kMaxHalf], sines[kMaxHalf];
