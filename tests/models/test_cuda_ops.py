@@ -212,10 +212,8 @@ def rope_inputs(heads: tuple[int, int, int], tokens: int, dtype: torch.dtype, ca
     blocks = -(-tokens // block_size) + 3
     both = torch.full((blocks, 2, num_kv_heads, block_size, dim), 7.0, dtype=cache_dtype, device="cuda")
     slots = torch.randperm(blocks * block_size, device="cuda")[:tokens]
-    slots[::5] = -1
+    slots[1::5] = -1
     slots[3::11] = blocks * block_size + 3
-    if tokens < 4:
-        slots[0] = 1
     positions = torch.randint(40_000, (tokens,), device="cuda")
     positions[0] = 131_071
     inv_freq = 1.0 / 1e6 ** (torch.arange(0, dim, 2, device="cuda") / dim)
@@ -341,6 +339,26 @@ def test_every_instance_of_small_linear_agrees_with_torch(config: SmallLinearCon
     cuda_ops.small_linear(x, weight, out=out, gated=config.gated, config=config)
     expected = reference_linear(x, weight, gated=config.gated, out=torch.empty_like(out))
     assert (out - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_prefetching_changes_nothing():
+    weight, x = randn(256, 512, dtype=torch.bfloat16), randn(3, 512, dtype=torch.bfloat16)
+    expected = cuda_ops.small_linear(x, weight)
+    later = [randn(1000, 72, dtype=torch.bfloat16), randn(3, 8, dtype=torch.bfloat16)]
+    for prefetch in (later, later[:1], later[1:], [later[0].t()]):
+        assert torch.equal(cuda_ops.small_linear(x, weight, prefetch=prefetch), expected)
+    with pytest.raises(ValueError, match="at most 2"):
+        cuda_ops.small_linear(x, weight, prefetch=[*later, weight])
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_misaligned_rows_are_refused():
+    weight, x = randn(256, 512, dtype=torch.bfloat16), randn(1, 520, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="x begins at address"):
+        cuda_ops.small_linear(x[:, 1:513], weight)
 
 
 @pytest.mark.cuda

@@ -64,6 +64,7 @@ KERNEL_MODULES = (
     "minillm.attention.cuda_simple",
     "minillm.attention.cuda_decode",
     "minillm.attention.cuda_prefill",
+    "minillm.attention.cuda_prepare",
     "minillm.memory.cuda_kv_ops",
     "minillm.models.cuda_ops",
 )

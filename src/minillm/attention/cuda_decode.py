@@ -163,6 +163,7 @@ class DecodePlan:
         spec = _attention_spec(dtype, head_dim, arch)
         self.shared_bytes = shared_bytes(head_dim, _stages(head_dim, arch))
         self.kernel: Kernel = get_kernel(spec, self.device)
+        self.kernel.prefer_shared_memory()
         self._plan_kernel: Kernel = get_kernel(_PLAN_SPEC, self.device)
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.grid = processors * self.kernel.max_active_blocks(_THREADS, self.shared_bytes)
@@ -307,5 +308,6 @@ def paged_decode(
             np.float32(2.0 * log2e * params.scale / cap if cap else 0.0),
         ),
         shared_bytes=plan.shared_bytes,
+        dependent=True,
     )
     return out

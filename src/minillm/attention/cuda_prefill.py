@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from minillm.attention.cuda_build import KernelSpec, get_kernel, tensor_map
-from minillm.attention.cuda_checks import FLOAT_DTYPES, check_heads, check_paged_cache, check_tensor, debug_check_tables
+from minillm.attention.cuda_checks import (
+    FLOAT_DTYPES,
+    CheckedLayouts,
+    check_heads,
+    check_paged_cache,
+    check_tensor,
+    debug_check_tables,
+)
 from minillm.attention.interface import LayerAttention
 
 TUNED_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -218,6 +225,8 @@ class PrefillPlan:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.counters = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.maps: dict[tuple[int, ...], bytes] = {}
+        self.checked = CheckedLayouts()
+        """Arguments of this plan's calls that were found right; all layers of a step share one layout."""
         self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
         self._reserve(max(256, 2 * max_seqs), max(64, max_seqs))
@@ -432,6 +441,31 @@ def _check(
     out: Tensor | None,
 ) -> Tensor:
     """The checks of :func:`paged_prefill`; returns its output."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tensors = (q, k_cache, v_cache, block_tables, query_start, context_lens, out)
+    layout = (*CheckedLayouts.of(*tensors), plan.num_seqs, plan.num_tokens)
+    if layout not in plan.checked:
+        _check_layout(*tensors, plan)
+        plan.checked.add(layout)
+    if (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        raise ValueError("q, k_cache and v_cache must start at multiples of 16 bytes")
+    if not params.scale > 0:
+        raise ValueError(f"scale={params.scale} must be positive")
+    debug_check_tables(block_tables, context_lens, len(k_cache), plan.block_size)
+    return out
+
+
+def _check_layout(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    plan: PrefillPlan,
+) -> None:
     check_paged_cache(k_cache, v_cache)
     device, dtype = k_cache.device, k_cache.dtype
     if (device, dtype, *k_cache.shape[1:]) != (
@@ -449,15 +483,9 @@ def _check(
     if len(q) < plan.num_tokens:
         raise ValueError(f"q has {len(q)} rows, the plan's chunks have {plan.num_tokens}")
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.stride(0) * dtype.itemsize % 16 or tensor.data_ptr() % 16:
-            raise ValueError(f"{name} must start at and step by multiples of 16 bytes: stride {tensor.stride(0)}")
+        if tensor.stride(0) * dtype.itemsize % 16:
+            raise ValueError(f"{name} must step by multiples of 16 bytes: stride {tensor.stride(0)}")
     check_tensor("block_tables", block_tables, (plan.num_seqs, None), torch.int32, device, contiguous_from=1)
     check_tensor("query_start", query_start, (plan.num_seqs + 1,), torch.int32, device)
     check_tensor("context_lens", context_lens, (plan.num_seqs,), torch.int32, device)
-    if not params.scale > 0:
-        raise ValueError(f"scale={params.scale} must be positive")
-    debug_check_tables(block_tables, context_lens, len(k_cache), plan.block_size)
-    if out is None:
-        return torch.empty((len(q), plan.num_q_heads, plan.head_dim), dtype=dtype, device=device)
     check_tensor("out", out, (len(q), plan.num_q_heads, plan.head_dim), dtype, device)
-    return out

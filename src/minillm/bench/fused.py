@@ -20,6 +20,7 @@ from minillm.bench import common, drawing
 from minillm.bench.attention_batch import ERROR_BOUNDS, WrongResultError
 from minillm.bench.common import Verdict
 from minillm.bench.fused_cases import (
+    AHEAD,
     DTYPE,
     LAYERS,
     LIBRARY,
@@ -81,7 +82,7 @@ def measure(rounds: int, progress: Progress, *, variants: bool = False) -> Itera
         for rows in STEP_ROWS:
             step = DecodeStep(model, rows, device)
             _check_step(step)
-            calls = {OURS: step.run, NORM_APART: step.run_norms_apart, "torch": step.run_library}
+            calls = {OURS: step.run, AHEAD: step.run_ahead, NORM_APART: step.run_norms_apart, "torch": step.run_library}
             times = _time({name: [call] for name, call in calls.items()}, rounds)
             size = step.set_bytes
             columns = {"op": "step", "model": model.name, "shape": f"{LAYERS[model.name]} layers", "rows": str(rows)}
@@ -92,7 +93,7 @@ def measure(rounds: int, progress: Progress, *, variants: bool = False) -> Itera
 
 
 def _has_variants(case: Case) -> bool:
-    return case.n > 0 and case.rows in (1, 8) and case.model in (QWEN3, LLAMA8B)
+    return case.n > 0 and case.rows == 1 and case.model in (QWEN3, LLAMA8B)
 
 
 def _build_variants(device: torch.device) -> None:
@@ -106,7 +107,7 @@ def _build_variants(device: torch.device) -> None:
 
 def _check_step(step: DecodeStep) -> None:
     expected = step.run_library()
-    for run in (step.run, step.run_norms_apart):
+    for run in (step.run, step.run_ahead, step.run_norms_apart):
         error = float((run() - expected).norm() / expected.norm())
         if not error <= 10 * ERROR_BOUNDS[DTYPE]:  # both round every layer in bfloat16, at other places
             raise WrongResultError(f"step of {step.model.name}, {len(step.ids)} rows: relative error {error:.2e}")

@@ -202,13 +202,14 @@ def _median_ttft(result: RunResult, label: str) -> float:
 
 def open_targets(options: Options, progress: Callable[[str], None]) -> dict[Setting, Target]:
     """One engine for each setting, all on the same weights, warmed up."""
-    from minillm.bench.models import RANDOM_MODELS, random_model, word_tokenizer
+    from minillm.bench.models import RANDOM_MODELS, random_model
+    from minillm.bench.random_tokenizer import random_tokenizer
     from minillm.models.loader import load_model
     from minillm.models.tokenizer import load_tokenizer
 
     if options.model in RANDOM_MODELS:
         model = random_model(options.model.partition(":")[2], dtype=options.dtype, device=options.device)
-        tokenizer = word_tokenizer(model.config.vocab_size)
+        tokenizer = random_tokenizer(model.config.vocab_size)
     else:
         model = load_model(options.model, options.dtype, options.device, progress)
         tokenizer = load_tokenizer(model.path)

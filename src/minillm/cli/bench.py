@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,6 +63,53 @@ def scheduler(
         numbers = tuple(running) if running else scheduler_bench.RUNNING
         rows = scheduler_bench.run(running=numbers, steps=steps, seed=seed, progress=console.info)
     publish(SCHEDULER, output, rows, from_csv)
+
+
+@bench_app.command("engine")
+@with_options()
+def engine(
+    running: Annotated[list[int] | None, typer.Option(min=1, help="Running requests; may be repeated.")] = None,
+    reader: Annotated[
+        list[str] | None,
+        typer.Option(help="future, stop or stream; may be repeated [all three].", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 500,
+    step_ms: Annotated[float, typer.Option(min=0.01, help="What the device takes per step.")] = 5.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of this model [a made-up one of 151,936 tokens].", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "engine.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """CPU time of the engine's thread per step around a device of fixed speed (1, 16, 64, 256, 1024 if not given)."""
+    from minillm.bench import engine_bench as bench
+
+    rows = None
+    if from_csv is None:
+        for name in reader or ():
+            if name not in bench.READERS:
+                raise ConfigError(f"reader={name!r} must be one of {', '.join(bench.READERS)}")
+        rows = bench.run(
+            running=tuple(running) if running else bench.RUNNING,
+            readers=tuple(reader) if reader else bench.READERS,
+            steps=steps,
+            step_seconds=step_ms / 1e3,
+            seed=seed,
+            tokenizer=_tokenizer_of(tokenizer),
+            progress=console.info,
+        )
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
+def _tokenizer_of(model: str | None) -> Any:
+    """The tokenizer of a model by its name, or None."""
+    if model is None:
+        return None
+    from minillm.models.default_model import resolve_model
+    from minillm.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve_model(model, console.info, "tokenizer").path)
 
 
 @bench_app.command("materialize")

@@ -171,6 +171,48 @@ def latency(
     publish(bench.PROGRAM, output, rows, from_csv)
 
 
+@bench_app.command("gpu-table")
+@with_options()
+def gpu_table(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="May be repeated [random:qwen3-0.6b, random:llama-3.1-8b, random:qwen2.5-0.5b].",
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "cuda",
+    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    runs: Annotated[int, typer.Option(min=1, help="Of everything; figures are medians.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Of the short measurements within a run.")] = 5,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Look prompts up in the prefix cache.")] = False,
+    quick: Quick = False,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS
+    / "gpu_table.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """Offline throughput, time per token, decode steps, first token, prefill: each beside its floor and vLLM's."""
+    from minillm.bench import gpu_table as bench
+
+    rows = None
+    if from_csv is None:
+        options = bench.Options(
+            models=model or (("random:tiny",) if quick else bench.MODELS),
+            device=device_of("auto" if quick else device).type,
+            dtype=dtype,
+            sizes=bench.SMALL if quick else bench.Sizes(),
+            runs=runs,
+            repeats=repeats,
+            seed=seed,
+            prefix_caching=enable_prefix_caching,
+        )
+        rows = bench.measure(options, console.info)
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
 @bench_app.command("report")
 @with_options()
 def report(
@@ -238,6 +280,7 @@ QUICK: dict[str, list[str]] = {
     "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
     **{name: ["--quick"] for name in ("sla", "sla-model", "prefix", "prefix-model")},
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
+    "engine": ["--running", "1", "--running", "16", "--steps", "100", "--step-ms", "2"],
     "materialize": ["--layers", "4", "--length", "128", "--length", "1024", "--iterations", "5"],
     "paged-attention": ["--length", "128", "--length", "1024", "--iterations", "5", "--dtype", "float32"],
     "swap": ["--blocks", "4", "--blocks", "16", "--repeats", "3"],
@@ -245,9 +288,10 @@ QUICK: dict[str, list[str]] = {
     "stress": ["--model", "random:toy", "--factor", "victim", "--factor", "preemption", "--repeats", "3"],
 }
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
-GPU_ONLY = {
-    **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
+GPU_ONLY: dict[str, list[str]] = {
+    "gpu-table": ["gpu-table"],
     "fused": ["fused"],
+    **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
 }
 """Programs that have nothing to measure without a GPU, with their command."""
 NOT_QUICK = {

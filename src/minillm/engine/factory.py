@@ -164,12 +164,21 @@ def _make_runner(
             swap_space=swap,
             eos_token_ids=sorted(eos_ids),
             invalid_token_ids=invalid_ids,
+            max_num_batched_tokens=_max_num_batched_tokens(config, limits.device),
+            enforce_eager=config.enforce_eager,
         )
 
     if limits.device == "cpu":
         longest = min(limits.max_model_len, limits.num_blocks * config.block_size)
         return limits, make(limits.num_blocks, longest, limits.num_swap_blocks)
     return _make_gpu_runner(config, limits, spec, make)
+
+
+def _max_num_batched_tokens(config: EngineConfig, device: str) -> int:
+    """Tokens of the largest step, whatever the size of the pool."""
+    return config.scheduler_config(
+        num_blocks=1, num_swap_blocks=0, max_model_len=1, device=device
+    ).max_num_batched_tokens
 
 
 def _make_gpu_runner(
@@ -184,9 +193,7 @@ def _make_gpu_runner(
     from minillm.runner.largest_step import run_largest_step
 
     _keep_float32_exact(limits.dtype)
-    max_tokens = config.scheduler_config(
-        num_blocks=1, num_swap_blocks=0, max_model_len=1, device=limits.device
-    ).max_num_batched_tokens
+    max_tokens = _max_num_batched_tokens(config, limits.device)
 
     def try_out(runner: PyTorchModelRunner, max_model_len: int) -> None:
         run_largest_step(

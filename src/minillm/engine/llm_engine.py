@@ -1,15 +1,16 @@
-"""The step loop: schedule, run, commit, deliver. Free of threads; :mod:`minillm.engine.engine_thread` drives it.
+"""The step loop: schedule, run, deliver, commit. Free of threads; :mod:`minillm.engine.engine_thread` drives it.
 
 ```
-          add_request / cancel
-                  │
-   step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
-                              │
-            commit ◄── collect                of plan n
-                  │
-            text, stop strings, logprobs ──► updates for the callers
-                  └── finish(sequence, index) back to the scheduler
+              add_request / cancel
+                      │
+  issue_step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
+                 text, stop strings, logprobs ──►  updates for the callers, of plan n-1
+                      └── finish(sequence, index) back to the scheduler
+ commit_step():  collect ──► commit                of plan n; the only place that waits for the device
 ```
+So with overlap the text work of a plan, and whatever its readers do with it, runs while the device has a plan to work
+on and another one queued: it can be as long as a step before the device ever waits. Without overlap (nothing would run
+meanwhile) a plan's text is made as soon as it is committed.
 """
 
 from __future__ import annotations
@@ -63,15 +64,20 @@ class LLMEngine:
         self.num_steps = 0
         self.num_invariant_violations = 0
         self._check_invariants = check_invariants
+        self.wait_seconds = 0.0
+        """Seconds spent in waiting for the device, of all steps: the rest of the time is the host's own work."""
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._committed: list[tuple[StepEvents, float]] = []
+        """Events of commits whose text is still to be made, with their time."""
         self._idle_plans = 0
         self._failure: EngineDeadError | None = None
+        self._issued = False
         self._closed = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._in_flight) or self.scheduler.has_live_requests
+        return bool(self._in_flight) or bool(self._committed) or self.scheduler.has_live_requests
 
     @property
     def failure(self) -> EngineDeadError | None:
@@ -106,6 +112,7 @@ class LLMEngine:
 
         Idempotent: False for an unknown or ended request.
         """
+        self._make_text()
         tracked = self.outputs.get(request_id)
         if tracked is None or self._failure is not None:
             return False
@@ -122,46 +129,74 @@ class LLMEngine:
         return self.outputs.take_updates()
 
     def step(self) -> list[RequestUpdate]:
-        """Issue the next plan if there is one, and commit the oldest in flight unless it may go on running.
+        """One turn of the loop: :meth:`issue_step` and :meth:`commit_step`. Returns the updates of both.
 
         Raises :class:`EngineDeadError` (cause chained) when the runner or the scheduler fails: then no request is
         live any more in the core, and :meth:`abandon` names those whose callers are still to be told.
         """
+        updates = self.issue_step()
+        self.commit_step()
+        return updates + self.outputs.take_updates()
+
+    def issue_step(self) -> list[RequestUpdate]:
+        """Issue the next plan if there is one, then make the text of what was committed before; never waits.
+
+        Returns updates to deliver before :meth:`commit_step`, which has to follow. Raises as :meth:`step`.
+        """
         self._check_alive()
         try:
-            self._step()
+            self._issue()
+            self._make_text()
         except Exception as error:
             raise self._die(error) from error
         return self.outputs.take_updates()
 
-    def _step(self) -> None:
+    def commit_step(self) -> None:
+        """Wait for the oldest plan in flight and commit it, unless it may go on running. Raises as :meth:`step`."""
+        self._check_alive()
+        try:
+            if self._in_flight and not (self._issued and self.overlap and len(self._in_flight) == 1):
+                self._commit_oldest()
+            if not self.overlap or not self.scheduler.has_live_requests:
+                self._make_text()  # nothing will be issued that it could hide behind
+            if self._check_invariants:
+                self._run_invariants()
+        except Exception as error:
+            raise self._die(error) from error
+
+    def _issue(self) -> None:
         now = self.clock()
         with self.lock:
             plan = self.scheduler.schedule(now)
-        issued = isinstance(plan, StepPlan)
+        self._issued = isinstance(plan, StepPlan)
         if isinstance(plan, StepPlan):
             self.num_steps += 1
             self._idle_plans = 0
             handle = self.runner.forward(plan)
             self._in_flight.append((plan, handle))
             self.runner.sample(handle)
-        if self._in_flight and not (issued and self.overlap and len(self._in_flight) == 1):
-            self._commit_oldest()
-        elif not issued:
+        elif not self._in_flight:
             self._deliver_expired(plan, now)
-        if self._check_invariants:
-            self._run_invariants()
 
     def _commit_oldest(self) -> None:
         plan, handle = self._in_flight.popleft()
+        begin = time.perf_counter()
         outcome = self.runner.collect(handle)
+        self.wait_seconds += time.perf_counter() - begin
         now = self.clock()
         with self.lock:
             events = self.scheduler.commit(plan, outcome, now)
-        self._process(events, now)
+        self._committed.append((events, now))
+
+    def _make_text(self) -> None:
+        """Text work of what was committed, in order."""
+        committed, self._committed = self._committed, []
+        for events, now in committed:
+            self._process(events, now)
 
     def _deliver_expired(self, reason: StepPlan | NoPlan, now: float) -> None:
         """Nothing is in flight and nothing was scheduled: only deadlines can have done something."""
+        self._make_text()
         with self.lock:
             events = self.scheduler.take_events()
             live = self.scheduler.has_live_requests
@@ -256,6 +291,12 @@ class LLMEngine:
         self._failure = EngineDeadError(f"the engine failed at step {self.num_steps}: {error!r}")
         self._failure.__cause__ = error
         self._drop_in_flight()
+        try:
+            for events, now in self._committed:  # what came before the failure still reaches its reader
+                self.outputs.process(events, now)
+            self._committed.clear()
+        except Exception as further:
+            logger.error("the last outputs could not be processed", exc_info=further)
         try:
             with self.lock:
                 self.scheduler.fail_all(repr(error), self.clock())

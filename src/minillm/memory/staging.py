@@ -44,6 +44,10 @@ class Upload(Protocol):
         """Several arrays in one transfer. The tensors are valid until the next call of `together`."""
         ...
 
+    def into(self, target: Tensor, array: np.ndarray) -> None:
+        """One array of the target's dtype, flat, to the beginning of `target`, behind what still reads it there."""
+        ...
+
 
 def upload_to(device: torch.device | str) -> Upload:
     """The upload for `device`."""
@@ -59,6 +63,9 @@ class HostUpload:
 
     def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
+
+    def into(self, target: Tensor, array: np.ndarray) -> None:
+        target[: len(array)].copy_(torch.from_numpy(array))
 
 
 def _pinned_bytes(count: int) -> Tensor:
@@ -143,6 +150,12 @@ class PinnedUpload:
             views.append(self._target[place].view(source.dtype).view(source.shape))
         self._target[:end].copy_(staged, non_blocking=True)
         return views
+
+    def into(self, target: Tensor, array: np.ndarray) -> None:
+        """The target keeps its place; in stream order."""
+        source = torch.from_numpy(array)
+        staged = self._ring.take(array.nbytes).view(source.dtype).copy_(source)
+        target[: len(array)].copy_(staged, non_blocking=True)
 
 
 def to_pinned(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Loading a model: from a name to a decoder whose every weight has been written.
 
-Tensors stream one by one from the file's memory map into their place in the decoder, converted on the way; a
-checkpoint is never held twice. Nothing here unpickles: ``.bin`` files are refused.
+Tensors stream one by one from the file's memory map into their place in the decoder, converted on the way (on a GPU
+several threads read safetensors: :mod:`minillm.models.weight_stream`); a checkpoint is never held twice. Nothing here
+unpickles: ``.bin`` files are refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile, dequantize
 from minillm.models.linear import DenseLinear, Linear, cpu_multiplies_codes, cpu_packs_bfloat16, pack
 from minillm.models.untrusted import reading
+from minillm.models.weight_stream import StoredTensor, stored_tensors, stream_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -198,8 +200,15 @@ def fill(decoder: Decoder, source: WeightSource, where: str) -> None:
     left_over = sorted(name for name in names - known if not name.endswith("rotary_emb.inv_freq"))
     if left_over:
         raise ModelLoadError(f"{where}: {_count('tensor', left_over)} not known to this model: {_list(left_over)}")
+    stored = source.stored() if decoder.device.type == "cuda" and isinstance(source, SafetensorsFolder) else {}
+    streamed = []
     for name, view in views.items():
-        _copy(view, source.read(aliases.get(name, name)), name, where)
+        tensor = stored.get(aliases.get(name, name))
+        if tensor is not None and tensor.shape == tuple(view.shape) and view.is_contiguous():
+            streamed.append((view, tensor))
+        else:  # what cannot be streamed, and what is refused
+            _copy(view, source.read(aliases.get(name, name)), name, where)
+    stream_weights(streamed)
     if extra_head:
         head = torch.empty_like(decoder.embedding)
         _copy(head, source.read(HEAD), HEAD, where)
@@ -244,6 +253,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self._folder = folder
         self._files: dict[str, Any] = {}
         self._shard_of: dict[str, str] = {}
         for shard, expected in _shards(folder).items():
@@ -273,6 +283,11 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         return self._files[self._shard_of[name]].get_tensor(name)
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Where each tensor's bytes are."""
+        places = {shard: stored_tensors(self._folder / shard) for shard in self._files}
+        return {name: places[shard][name] for name, shard in self._shard_of.items() if name in places[shard]}
 
 
 def _shards(folder: Path) -> dict[str, set[str]]:

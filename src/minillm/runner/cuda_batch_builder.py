@@ -38,7 +38,7 @@ class CudaBatchBuilder:
         context_lens[count:] = [chunk.end for chunk in chunks]
         prefill_start = np.array([0, *accumulate(chunk.end - chunk.start for chunk in chunks)], dtype=np.int32)
         query_start = np.concatenate((np.arange(count, dtype=np.int32), prefill_start + np.int32(count)))
-        update_positions, update_blocks = self._take_updates()
+        update_positions, update_blocks = self.take_updates()
         logit_rows = columns.logit_rows
         device = self._upload.together(
             [
@@ -84,8 +84,9 @@ class CudaBatchBuilder:
             output_indices=columns.output_indices,
         )
 
-    def _take_updates(self) -> tuple[np.ndarray, np.ndarray]:
-        """Flat positions in the block tables, each once with its last value, and the block ids."""
+    def take_updates(self) -> tuple[np.ndarray, np.ndarray]:
+        """What was noted and not built yet: int64 [U] flat positions in the block tables [rows, table_width], each
+        once with its last value, and int32 [U] block ids."""
         if not self._updates:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         width = self._attention.table_width

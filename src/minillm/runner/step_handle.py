@@ -24,6 +24,8 @@ class StepHandle:
     plan: StepPlan
     batch: StepBatch
     hidden: Tensor | None = None
+    logits: Tensor | None = None
+    """float32 [R, vocab_size] where the forward pass made them too."""
     largest: Tensor | None = None
     """[T] on the host: each token's largest absolute hidden value, where `collect` looks for what is not finite."""
     prompt_logprobs: list[tuple[PrefillChunk, list[LogprobTensors]]] = field(default_factory=list)
