@@ -8,7 +8,7 @@ is fused to ours would come on top. "step" is a whole decode step but for attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,8 +61,13 @@ def _without_overlap() -> Iterator[None]:
         cuda_launch.DEPENDENT_LAUNCHES = before
 
 
-def measure(rounds: int, progress: Progress, *, variants: bool = False) -> Iterator[list[dict[str, str]]]:
-    """Rows of the CSV file, case by case, one per contender; `variants` adds other instances of the product kernel."""
+def measure(
+    rounds: int, progress: Progress, *, variants: bool = False, models: Collection[str] = ()
+) -> Iterator[list[dict[str, str]]]:
+    """Rows of the CSV file, case by case, one per contender.
+
+    `variants` adds other instances of the product kernel; `models` are names of models to leave it at (none: all).
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     ceilings = measure_ceilings(device)
     progress(f"copy {ceilings.copy_gbps:,.0f} GB/s, bf16 product {ceilings.matmul_tflops:,.0f} TFLOP/s")
@@ -70,6 +75,8 @@ def measure(rounds: int, progress: Progress, *, variants: bool = False) -> Itera
     if variants:
         _build_variants(device)
     for case in all_cases():
+        if models and case.model.name not in models:
+            continue
         sets = min(MOST_SETS, step_layers(case.set_bytes, device))
         found = contenders(case, sets, device, variants and _has_variants(case))
         times = _time(found, rounds)
@@ -79,7 +86,7 @@ def measure(rounds: int, progress: Progress, *, variants: bool = False) -> Itera
         yield [_row(columns, case.set_bytes, sets, name, t, ceilings, rounds) | where for name, t in times.items()]
         torch.cuda.empty_cache()
     for model in (SMOL, QWEN25, QWEN3, LLAMA8B):
-        for rows in STEP_ROWS:
+        for rows in STEP_ROWS if not models or model.name in models else ():
             step = DecodeStep(model, rows, device)
             _check_step(step)
             calls = {OURS: step.run, AHEAD: step.run_ahead, NORM_APART: step.run_norms_apart, "torch": step.run_library}
