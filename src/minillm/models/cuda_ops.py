@@ -491,7 +491,9 @@ def small_linear(
     source, matrix, norm = x.data_ptr(), weight.data_ptr(), 0 if norm_weight is None else norm_weight.data_ptr()
     if (source | matrix | norm) & 15:
         raise _misaligned(x=x, weight=weight, norm_weight=norm_weight)
-    later = [weight.data_ptr() for weight in prefetch] + [0, 0]
+    later = [*[weight.data_ptr() for weight in prefetch], 0, 0]
+    if (later[0] | later[1]) & 15:
+        raise _misaligned(**{f"prefetch[{index}]": weight for index, weight in enumerate(prefetch)})
     launch(matrix, source, norm, 0 if bias is None else bias.data_ptr(), target.data_ptr(), later[0], later[1])
     return target
 

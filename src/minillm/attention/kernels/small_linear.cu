@@ -94,7 +94,7 @@ __device__ __forceinline__ void fetch_to_l2(const u8* from, i64 bytes) {
     const i64 end = min((blockIdx.x + 1) * share, bytes);
     for (i64 at = blockIdx.x * share + threadIdx.x * kPiece; at < end; at += kThreads * kPiece) {
         const u32 size = u32(min(end - at, i64(kPiece))) & ~15u;
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
+        if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
     }
 #endif
 }
