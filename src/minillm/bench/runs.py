@@ -102,7 +102,7 @@ def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None
         tokenizer = random_tokenizer(loaded.config.vocab_size)
     recorder = Recorder()
     parts = build_engine(config, observer=recorder, progress=progress, model=loaded, tokenizer=tokenizer)
-    recorder.scheduler = parts.engine.scheduler
+    recorder.scheduler, recorder.engine = parts.engine.scheduler, parts.engine
     runner = parts.engine.runner
     assert isinstance(runner, PyTorchModelRunner)
     clock = parts.engine.clock
@@ -147,6 +147,7 @@ def virtual_target(
         check_invariants=check_invariants,
         clock=clock,
     )
+    recorder.engine = engine
     return Target(
         engine=engine,
         recorder=recorder,
