@@ -9,7 +9,7 @@ from minillm.bench import common, drawing
 from minillm.bench import stress_analysis as analysis
 from minillm.bench.attribution import Interval
 from minillm.bench.history import Figure
-from minillm.bench.program import Cells, Program, Rows, provenance
+from minillm.bench.program import Cells, Program, Rows, command, provenance
 from minillm.bench.step_cost import TERMS
 from minillm.bench.stress import BASE, LARGE, SMALL, Setting
 
@@ -304,7 +304,7 @@ it stays far below that. Such a ratio measures the limit, not the policies. (Cos
 request when it is submitted, with both sizes named, or ends it with `length` if `max_tokens` was not given."""
 
 
-def markdown(rows: Rows, picture: str, command: str) -> str:
+def markdown(rows: Rows, picture: str) -> str:
     """The study as a page that can be read on its own."""
     row = rows[0]
     rounds = len({one["round"] for one in rows})
@@ -314,7 +314,8 @@ def markdown(rows: Rows, picture: str, command: str) -> str:
         f"share {row['num_blocks']} blocks of 16 tokens; at most six are active and two swapped out. Each fits alone. "
         f"{rounds} rounds after a warm-up, each a random order of the same requests that every setting runs; medians, "
         "with 95 % bootstrap intervals over whole rounds.",
-        f"{provenance(rows, row['model'], row['dtype'], row.get('clock', 'wall'))}\n\n```\n{command}\n```",
+        f"{provenance(rows, row['model'], row['dtype'], row.get('clock', 'wall'))}\n\n"
+        f"```\n{command(rows, 'stress')}\n```",
         f"![throughput, attribution, active batch]({picture})",
         *story(rows),
     ]

@@ -296,8 +296,9 @@ def _run_program(name: str, results: Path, quick: bool) -> bool:
     arguments = [*GPU_ONLY.get(name, [name]), *(QUICK.get(name, ["--quick"]) if quick else [])]
     start = time.perf_counter()
     console.info(f"-- {name}")
+    console.arguments = ("bench", *arguments, "--output", str(results / get_program(name).csv))
     try:
-        app(["bench", *arguments, "--output", str(results / get_program(name).csv)], standalone_mode=False)
+        app(list(console.arguments), standalone_mode=False)
     except MiniLLMError as error:
         console.print_error(f"{name}: {error}")
         return False

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.core.config import GIB
 from minillm.core.errors import ConfigError, InvalidParameterError, MiniLLMError, ModelLoadError, shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minillm.engine")
 
-GIB = 1 << 30
 DEFAULT_SWAP_GIB = 4.0
 
 _SAMPLING_DEFAULTS = {
