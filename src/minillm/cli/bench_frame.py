@@ -24,7 +24,8 @@ FromCSV = Annotated[
     Path | None,
     typer.Option(help="Print the tables and draw the plots of this CSV file; measure nothing.", show_default=False),
 ]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DType = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 Seed = Annotated[int, typer.Option(help="Of the inputs.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats, after a warm-up; figures are medians.")]
 Model = Annotated[

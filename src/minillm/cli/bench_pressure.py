@@ -11,6 +11,7 @@ from minillm.cli import console
 from minillm.cli.bench_frame import (
     RESULTS,
     Device,
+    DType,
     FromCSV,
     Model,
     Repeats,
@@ -27,7 +28,6 @@ _CpuTime = Annotated[
     bool,
     typer.Option("--cpu-time", help="Measure CPU time of this process: on a machine that others use, with one thread."),
 ]
-_Dtype = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 
 
 @bench_app.command("modes")
@@ -35,7 +35,7 @@ _Dtype = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 def modes(
     model: Model = "smollm2-135m",
     device: Device = "auto",
-    dtype: _Dtype = "auto",
+    dtype: DType = "auto",
     lengths: Annotated[
         list[str] | None,
         typer.Option(help="Of the outputs: uniform, lognormal, fixed; may be repeated.", show_default=False),
@@ -81,7 +81,7 @@ def modes(
 def stress(
     model: Model = "smollm2-135m",
     device: Device = "auto",
-    dtype: _Dtype = "auto",
+    dtype: DType = "auto",
     design: Annotated[
         str, typer.Option(help="victims (every policy), factorial (every combination of the factors), or all.")
     ] = "all",
