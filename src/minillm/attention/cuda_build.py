@@ -65,6 +65,7 @@ KERNEL_MODULES = (
     "minillm.attention.cuda_decode",
     "minillm.attention.cuda_prefill",
     "minillm.memory.cuda_kv_ops",
+    "minillm.models.cuda_ops",
 )
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""
 

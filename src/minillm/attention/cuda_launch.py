@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may use without asking for more (CUDA programming guide, 'Shared memory')."""
 
+_MOST_CONFIGS = 1024
+"""Launch configurations that a kernel keeps: prompts of every length have grids of every size."""
+
 Dim = tuple[int, int, int] | tuple[int, int] | tuple[int] | int
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -147,6 +150,9 @@ class Kernel:
         self.device_index = device_index
         self._driver = driver
         self._launch = driver.cuLaunchKernel
+        self._launch_ex = driver.cuLaunchKernelEx
+        self._takes_dependents = torch.cuda.get_device_capability(device_index) >= (9, 0)
+        self._configs: dict[tuple[object, ...], driver.CUlaunchConfig] = {}
         with torch.cuda.device(device_index):
             ensure_context(device_index)
             self._module = check(driver.cuModuleLoadData(cubin), f"loading {name}")
@@ -190,12 +196,18 @@ class Kernel:
         shared_bytes: int = 0,
         stream: torch.cuda.Stream | int | None = None,
         cluster: Dim | None = None,
+        dependent: bool = False,
     ) -> None:
         """Launch on `stream` (default: the current one of the kernel's device); does not wait.
 
         `args`: tensors (passed as pointers, not checked), None (a null pointer), numpy or ctypes scalars of the
         parameter's exact type, bytes for a struct by value. Raises :class:`KernelLaunchError` if the driver refuses,
         TypeError for another argument. Capturable in a CUDA graph.
+
+        `dependent`: the kernel may start before the one in front of it on the stream has ended (programmatic dependent
+        launch, compute capability 9.0 and newer; no effect on older ones). Only for kernels of which every thread
+        block executes ``wait_for_previous_grid()`` (``dependent_launch.cuh``) before it touches anything that earlier
+        work on the stream reads or writes.
         """
         signature = _signature(args)
         packers = _thread.packers
@@ -213,32 +225,63 @@ class Kernel:
         packer.pack(args)
         if _current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                self._start(grid, block, shared_bytes, stream, cluster, packer.address)
+                self._start(grid, block, shared_bytes, stream, cluster, dependent, packer.address)
         else:
-            self._start(grid, block, shared_bytes, stream, cluster, packer.address)
+            self._start(grid, block, shared_bytes, stream, cluster, dependent, packer.address)
 
-    def _start(self, grid: Dim, block: Dim, shared_bytes: int, stream: int, cluster: Dim | None, values: int) -> None:
-        gx, gy, gz = _three(grid)
-        bx, by, bz = _three(block)
-        if cluster is None:
+    def _start(
+        self,
+        grid: Dim,
+        block: Dim,
+        shared_bytes: int,
+        stream: int,
+        cluster: Dim | None,
+        dependent: bool,
+        values: int,
+    ) -> None:
+        if cluster is None and not (dependent and self._takes_dependents):
+            gx, gy, gz = _three(grid)
+            bx, by, bz = _three(block)
             (code,) = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, values, 0)
         else:
-            config = self._driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = gx, gy, gz
-            config.blockDimX, config.blockDimY, config.blockDimZ = bx, by, bz
-            config.sharedMemBytes = shared_bytes
-            config.hStream = stream
-            attribute = self._driver.CUlaunchAttribute()
-            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dims = attribute.value.clusterDim
-            dims.x, dims.y, dims.z = _three(cluster)
-            config.attrs, config.numAttrs = [attribute], 1
-            (code,) = self._driver.cuLaunchKernelEx(config, self._function, values, 0)
+            key = (grid, block, shared_bytes, stream, cluster, dependent)
+            config = self._configs.get(key)
+            if config is None:
+                config = self._configure(*key)
+                if len(self._configs) >= _MOST_CONFIGS:
+                    self._configs.clear()
+                self._configs[key] = config
+            (code,) = self._launch_ex(config, self._function, values, 0)
         if code:
             raise KernelLaunchError(
                 f"launch of {self.name} failed: {code.name} ({int(code)}); grid={grid}, block={block}, "
-                f"shared_bytes={shared_bytes}, cluster={cluster}"
+                f"shared_bytes={shared_bytes}, cluster={cluster}, dependent={dependent}"
             )
+
+    def _configure(
+        self, grid: Dim, block: Dim, shared_bytes: int, stream: int, cluster: Dim | None, dependent: bool
+    ) -> driver.CUlaunchConfig:
+        """A launch's configuration with attributes; kept and never changed, so threads may share it."""
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = _three(grid)
+        config.blockDimX, config.blockDimY, config.blockDimZ = _three(block)
+        config.sharedMemBytes = shared_bytes
+        config.hStream = stream
+        attributes = []
+        if cluster is not None:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dims = attribute.value.clusterDim
+            dims.x, dims.y, dims.z = _three(cluster)
+            attributes.append(attribute)
+        if dependent and self._takes_dependents:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
 
 
 def _three(dim: Dim) -> tuple[int, int, int]:

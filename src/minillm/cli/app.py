@@ -22,6 +22,7 @@ from minillm.cli.doctor import doctor
 from minillm.cli.generate import generate
 from minillm.cli.kernels import kernels_app
 from minillm.cli.models import models
+from minillm.cli.serve import serve
 from minillm.core.errors import ConfigError, MiniLLMError, RequestError
 
 app = typer.Typer(
@@ -59,6 +60,7 @@ def _root(
 # The commands' modules import what is heavy when they run, not here.
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("models")(models)
 app.command("doctor")(doctor)
 app.add_typer(bench_app, name="bench")

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import itemgetter
 
 from minillm.core.block_manager import KVBlockManager, SwapPool, blocks_for
@@ -520,6 +521,14 @@ class BaseScheduler(ABC):
         """The live request of this id."""
         return self._requests.get(request_id)
 
+    def get_ended(self, request_id: str) -> EndedRequest | None:
+        """What is kept of an ended request; None if it is not known (any more)."""
+        return self._ended.get(request_id)
+
+    def last_ended(self, count: int) -> list[EndedRequest]:
+        """The `count` requests that ended last, latest first."""
+        return list(islice(reversed(self._ended.values()), count))
+
     def stats(self) -> SchedulerStats:
         """Gauges and counters of this moment."""
         return SchedulerStats.of(self)
@@ -545,7 +554,7 @@ class BaseScheduler(ABC):
             return
         self._head_wait[1].add(kind)
         request.history.append(Transition(now, self.step, request.state, f"waits: {reason}"))
-        self.observer.on_wait(request, reason, self.step)
+        self.observer.on_wait(request, kind, reason, self.step)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.config.block_size)

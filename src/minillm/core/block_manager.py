@@ -56,6 +56,12 @@ class KVBlockManager:
         return self.num_blocks - self.num_available - self.num_quarantined
 
     @property
+    def num_shared(self) -> int:
+        """Referenced blocks that more than one block table holds."""
+        # Counted in C: a pool of 100,000 blocks is read by a metrics scrape while the scheduler waits.
+        return self.num_blocks - self.ref_counts.count(0) - self.ref_counts.count(1)
+
+    @property
     def utilisation(self) -> float:
         """Share of the pool that is referenced, 0 to 1."""
         return self.num_referenced / self.num_blocks

@@ -30,5 +30,5 @@ class Observer:
     def on_preempt(self, request: Request, kind: str, reason: str, step: int) -> None:
         """The request loses its place; `kind` is swap or recompute."""
 
-    def on_wait(self, request: Request, reason: str, step: int) -> None:
-        """The head of the queue waits for this (told when the reason changes)."""
+    def on_wait(self, request: Request, kind: str, reason: str, step: int) -> None:
+        """The head of the queue waits for this; told once per kind (blocks, slots, budget, drain, batch) and wait."""

@@ -97,7 +97,7 @@ class SchedulerStats:
             blocks_evictable=cache.num_evictable,
             blocks_quarantined=blocks.num_quarantined,
             blocks_referenced=blocks.num_referenced,
-            blocks_shared=sum(1 for count in blocks.ref_counts if count > 1),
+            blocks_shared=blocks.num_shared,
             swap_slots_total=scheduler.swap_pool.num_slots,
             swap_slots_used=scheduler.swap_pool.num_used,
             utilisation=blocks.utilisation,

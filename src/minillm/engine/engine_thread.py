@@ -142,6 +142,8 @@ class EngineThread:
         self._refusal: EngineDeadError | None = None
         # Engine thread only:
         self._close_at: float | None = None
+        self.after_delivery: Callable[[], None] | None = None
+        """Called in the engine thread when the sinks have been told all that a step brought."""
         self._thread = loader or threading.Thread(target=self._run, name="minillm-engine", daemon=True)
         _running.add(self)
         if loader is not None:
@@ -359,6 +361,15 @@ class EngineThread:
                 # A reader's fault (say, a broken event loop, a callback that calls sys.exit) is no reason to stop
                 # serving the others.
                 logger.error("request %s: its reader could not be told", ticket.request_id, exc_info=error)
+        if updates:
+            self._end_of_delivery()
+
+    def _end_of_delivery(self) -> None:
+        if self.after_delivery is not None:
+            try:
+                self.after_delivery()
+            except BaseException as error:
+                logger.error("readers could not be woken", exc_info=error)
 
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         self._mark_ended(ticket)
@@ -366,6 +377,7 @@ class EngineThread:
             ticket.sink.on_error(error)
         except BaseException as fault:
             logger.error("request %s: its reader could not be told", ticket.request_id, exc_info=fault)
+        self._end_of_delivery()
 
     def _mark_ended(self, ticket: Ticket) -> None:
         """Free the request's ids. Comes before its sink is told: whoever hears of the end may use the id again."""

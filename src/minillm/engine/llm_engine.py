@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minillm.core.errors import EngineDeadError
 from minillm.core.plan import NoPlan, StepEvents, StepPlan
@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minillm.engine")
 
+T = TypeVar("T")
+
 
 class LLMEngine:
-    """One model's engine. All methods are for one thread, but for :meth:`validate`, :meth:`stats`, :meth:`explain`.
+    """One model's engine. All methods are for one thread, but for :meth:`validate`, :meth:`inspect`, :meth:`stats` and
+    :meth:`explain`.
 
-    Those three read under `lock`, which the engine holds only while the scheduler works, never during a forward
+    Those read under `lock`, which the engine holds only while the scheduler works, never during a forward
     pass: so they answer at once however long a step takes.
     """
 
@@ -195,6 +198,14 @@ class LLMEngine:
             # A failed check reports; it does not end live traffic.
             self.num_invariant_violations += 1
             logger.error("invariant violated after step %d: %r", self.num_steps, violation)
+
+    def inspect(self, look: Callable[[BaseScheduler], T]) -> T:
+        """What `look` returns of the scheduler, between two of its decisions; callable from any thread.
+
+        The step loop waits meanwhile: `look` copies what it needs, changes nothing, and works on the copy later.
+        """
+        with self.lock:
+            return look(self.scheduler)
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler; callable from any thread."""

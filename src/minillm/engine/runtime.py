@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minillm.core.errors import DuplicateRequestError, InvalidParameterError
 from minillm.core.request import Request
@@ -19,9 +19,12 @@ from minillm.engine.inputs import Prompt
 from minillm.engine.streams import AsyncRequestStream, EventBuffer, RequestFuture, RequestStream, Sink
 
 if TYPE_CHECKING:
+    from minillm.core.base_scheduler import BaseScheduler
     from minillm.core.observer import Observer
     from minillm.core.stats import SchedulerStats
     from minillm.models.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -115,6 +118,21 @@ class Runtime:
         """Tokenise and validate without queueing. `submit` and the streams take the result as their prompt, once."""
         return self._prepare(prompt, sampling_params, **options)[0]
 
+    def attach(self, requests: Sequence[tuple[Mapping[str, Any], Sink]]) -> list[Ticket]:
+        """Queue several requests, each the arguments of `submit` and the :class:`Sink` that the engine thread tells
+        what happens to it, all or none. For event loops that serve many requests (see `on_delivered`)."""
+        tickets = []
+        for arguments, sink in requests:
+            request, text = self._prepare(**arguments)
+            tickets.append(Ticket(request, text, sink))
+        self._thread.submit(tickets)
+        return tickets
+
+    def on_delivered(self, callback: Callable[[], None] | None) -> None:
+        """Have the engine thread call `callback` when sinks have been told all that a step brought: so that a loop
+        is woken once a step, not once a token."""
+        self._thread.after_delivery = callback
+
     def cancel(self, request_id: str) -> bool:
         """Cancel a request in any state: it ends with its partial output and `cancelled`. False if it is not live."""
         return self._thread.cancel(request_id)
@@ -146,6 +164,10 @@ class Runtime:
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler, now."""
         return self._engine.stats()
+
+    def inspect(self, look: Callable[[BaseScheduler], T]) -> T:
+        """What `look` returns of the scheduler, between two of its decisions (see :meth:`LLMEngine.inspect`)."""
+        return self._engine.inspect(look)
 
     def explain(self, request_id: str) -> str:
         """Why a request waits, or what happened to it, in words; for live ones and the last ended ones.

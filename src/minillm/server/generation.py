@@ -1,0 +1,288 @@
+"""What completions and chats have in common: from a call to requests of the engine, and back to an answer.
+
+```
+body ──► intake (threads): fields, token ids ──► plan: one engine request per prompt ──► attach, all or none
+                                                                     │
+      whole answer or stream of events ◄── collector ◄── mailbox ◄── engine thread
+```
+The response's status is sent with the first news of a request, so that whatever fails before is an HTTP error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from minillm.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
+from minillm.core.sampling_params import SamplingParams
+from minillm.engine.engine_thread import Ticket
+from minillm.engine.outputs import RequestOutput, TokenEvent
+from minillm.server import sse
+from minillm.server.delivery import Collector, StreamSink
+from minillm.server.errors import ApiError, ClientGone, as_api_error, deadline_passed, draining
+from minillm.server.exchange import Exchange, Receive, Scope, Send
+from minillm.server.gate import CLIENT_ID_RULE, is_client_id
+from minillm.server.intake import ReadBody, Reader, ReadPrompt
+from minillm.server.protocol import GenerationRequest
+from minillm.server.state import ServerState
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP call of a client, read and checked."""
+
+    id: str
+    created: int
+    model: str
+    read: ReadBody
+    params: SamplingParams
+
+    @property
+    def request(self) -> Any:
+        """The body's fields (a :class:`CompletionRequest` or a :class:`ChatRequest`)."""
+        return self.read.request
+
+    @property
+    def prompts(self) -> list[ReadPrompt]:
+        """The call's prompts; each is one request of the engine."""
+        return self.read.prompts
+
+
+class ChunkWriter(Protocol):
+    """Makes a call's stream out of events. `index` is the number of the prompt."""
+
+    def on_events(self, index: int, events: Sequence[TokenEvent], sink: StreamSink, frames: list[bytes]) -> None:
+        """Append the frames of these events."""
+
+
+class Endpoint:
+    """An ASGI application for one kind of generation; subclasses say what is theirs."""
+
+    prefix: str
+    """First part of the answer's id."""
+    reader: Reader
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    def params(self, request: Any, defaults: SamplingParams) -> SamplingParams:
+        """Sampling parameters of a call, `max_tokens` None where the call does not say. Raises a RequestError."""
+        raise NotImplementedError
+
+    def default_max_tokens(self, room: int) -> int:
+        """Tokens to generate where neither the call nor the model says, `room` being what the context has left."""
+        raise NotImplementedError
+
+    def answer(self, call: Call, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of a whole answer."""
+        raise NotImplementedError
+
+    def writer(self, call: Call, frame: sse.ChunkFrame) -> ChunkWriter:
+        """The writer of a stream."""
+        raise NotImplementedError
+
+    @property
+    def chunk_kind(self) -> str:
+        """The `object` of a stream's chunks."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call. Whatever goes wrong becomes an error object; a client that has gone gets nothing."""
+        exchange = Exchange(scope, receive, send)
+        self.state.num_calls += 1
+        try:
+            await self._serve(exchange)
+        except ClientGone:
+            return
+        except Exception as error:
+            failure = as_api_error(error, self.state.retry_after())
+            if exchange.started:
+                await exchange.write(failure.frame() + sse.DONE, more=False)
+            else:
+                await exchange.answer_error(failure)
+        finally:
+            self.state.num_calls -= 1
+
+    async def _serve(self, exchange: Exchange) -> None:
+        state = self.state
+        state.check_open()
+        body = await exchange.read_json_body(state.config.max_body_size, state.config.body_timeout)
+        collector = Collector()
+        async with exchange.watch_hang_up(collector):
+            read = await state.intake.read(type(self).reader, body, lambda: not collector.hung_up)
+            del body
+            state.check_open()
+            call = self._call(exchange, read)
+            sinks, tickets = self._attach(exchange, call, collector)
+            try:
+                if call.request.stream:
+                    await self._stream(exchange, call, collector, sinks)
+                else:
+                    await self._whole(exchange, call, collector)
+            finally:
+                for ticket in tickets:
+                    state.runtime.cancel_ticket(ticket)
+
+    def _call(self, exchange: Exchange, read: ReadBody) -> Call:
+        request = read.request
+        own = exchange.scope["request_id"]
+        if request.request_id is not None:
+            if not is_client_id(request.request_id):
+                raise InvalidParameterError("request_id", request.request_id, CLIENT_ID_RULE)
+            own = request.request_id
+        params = self.params(request, self.state.runtime.default_sampling_params())
+        model = request.model or self.state.model_names[0]
+        return Call(f"{self.prefix}-{own}", int(time.time()), model, read, params)
+
+    def _attach(self, exchange: Exchange, call: Call, collector: Collector) -> tuple[list[StreamSink], list[Ticket]]:
+        """Queue the call's requests. A live request of the same id gives this one another."""
+        mailbox = self.state.mailbox
+        streams = bool(call.request.stream)
+        sinks = [StreamSink(mailbox, collector, index, streams) for index in range(len(call.prompts))]
+        timeout = self._timeout(exchange, call.request)
+        while True:
+            arguments = [self._arguments(call, index, timeout) for index in range(len(call.prompts))]
+            try:
+                return sinks, self.state.runtime.attach(list(zip(arguments, sinks, strict=True)))
+            except DuplicateRequestError:
+                call.id = f"{call.id}-{uuid.uuid4().hex[:8]}"
+
+    def _arguments(self, call: Call, index: int, timeout: float | None) -> dict[str, Any]:
+        request: GenerationRequest = call.request
+        prompt = call.prompts[index]
+        return {
+            "prompt": prompt.ids,
+            "sampling_params": self._with_max_tokens(call.params, len(prompt.ids)),
+            "priority": self.state.clamp_priority(request.priority),
+            "user": request.fair_share_user,
+            "cache_salt": request.cache_salt,
+            "timeout": timeout,
+            "request_id": call.id if len(call.prompts) == 1 else f"{call.id}-{index}",
+        }
+
+    def _with_max_tokens(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A limit that was given must fit; the model's own and the API's default are cut to what the context has."""
+        if params.max_tokens is not None:
+            return params
+        runtime = self.state.runtime
+        room = runtime.max_model_len - prompt_len
+        if room < 1:
+            raise PromptTooLongError(prompt_len, 1, runtime.max_model_len, runtime.model_info.max_model_len_reduced)
+        limit = runtime.default_sampling_params().max_tokens or self.default_max_tokens(room)
+        return replace(params, max_tokens=min(limit, room))
+
+    @staticmethod
+    def _timeout(exchange: Exchange, request: GenerationRequest) -> float | None:
+        """Seconds from now, from the body or the header; the body's counts if both are given."""
+        if request.timeout is not None:
+            return request.timeout
+        value = exchange.header(b"x-request-timeout")
+        if value is None:
+            return None
+        try:
+            return float(value)
+        except ValueError:
+            raise InvalidParameterError("x-request-timeout", value, "it must be a number of seconds") from None
+
+    async def _whole(self, exchange: Exchange, call: Call, collector: Collector) -> None:
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < len(call.prompts):
+            for index, item in await collector.take():
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, RequestOutput):
+                    self._check_end(item)
+                    outputs[index] = item
+        answer = self.answer(call, [outputs[index] for index in range(len(call.prompts))])
+        await exchange.answer_json(sse.encode(answer))
+
+    async def _stream(self, exchange: Exchange, call: Call, collector: Collector, sinks: Sequence[StreamSink]) -> None:
+        frame = sse.ChunkFrame(call.id, self.chunk_kind, call.created, call.model, call.request.wants_usage)
+        writer = self.writer(call, frame)
+        outputs: list[RequestOutput] = []
+        while len(outputs) < len(call.prompts):
+            frames: list[bytes] = []
+            failure: Exception | None = None
+            for index, item in await collector.take():
+                if isinstance(item, Exception):
+                    failure = item
+                elif isinstance(item, RequestOutput):
+                    outputs.append(item)
+                    failure = failure or self._end_error(item)
+                else:
+                    writer.on_events(index, item, sinks[index], frames)
+            if failure is not None and not (exchange.started or frames):
+                raise failure
+            if not exchange.started:
+                await exchange.start_stream(sse.HEADERS)
+            if frames:
+                await exchange.write(b"".join(frames))
+            if failure is not None:
+                raise failure
+        end = frame.usage(usage_of(outputs)) if call.request.wants_usage else b""
+        await exchange.write(end + sse.DONE, more=False)
+
+    def _check_end(self, output: RequestOutput) -> None:
+        error = self._end_error(output)
+        if error is not None:
+            raise error
+
+    def _end_error(self, output: RequestOutput) -> Exception | None:
+        """What a client is told of a request that did not end by itself."""
+        if output.metrics.latency is not None:
+            self.state.note_latency(output.metrics.latency)
+        for choice in output.outputs:
+            if choice.finish_reason == "error":
+                return choice.error
+            if choice.finish_reason == "cancelled":
+                if choice.stop_reason == "deadline passed":
+                    return deadline_passed()
+                if self.state.draining:
+                    return draining()
+                return ApiError(503, "the request was cancelled by the server", code="cancelled")
+        return None
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Token counts of a call; a prompt counts once, however many choices it has."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+async def serve_reader(state: ServerState, reader: Reader, exchange: Exchange) -> None:
+    """Answer with what an intake function makes of the body (/tokenize, /detokenize)."""
+    collector = Collector()
+    body = await exchange.read_json_body(state.config.max_body_size, state.config.body_timeout)
+    async with exchange.watch_hang_up(collector):
+        answer = await state.intake.read(reader, body, lambda: not collector.hung_up)
+        encoded = await asyncio.get_running_loop().run_in_executor(None, sse.encode, answer)
+    await exchange.answer_json(encoded)
+
+
+class ReaderEndpoint:
+    """An ASGI application around :func:`serve_reader`."""
+
+    def __init__(self, state: ServerState, reader: Reader) -> None:
+        self.state = state
+        self.reader = reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call."""
+        exchange = Exchange(scope, receive, send)
+        try:
+            await serve_reader(self.state, self.reader, exchange)
+        except ClientGone:
+            return
+        except Exception as error:
+            await exchange.answer_error(as_api_error(error))
