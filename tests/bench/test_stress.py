@@ -127,8 +127,8 @@ def test_a_machine_that_changes_its_speed_is_taken_out_by_the_probe():
     assert analysis.fit_cost(found).worst_run < analysis.fit_cost(disturbed).worst_run / 2
     without = [{name: value for name, value in row.items() if name != "probe_seconds"} for row in disturbed]
     assert [row["seconds"] for row in analysis.steadied(without)] == [repr(float(row["seconds"])) for row in disturbed]
-    page = stress_report.markdown(disturbed, "stress.png")
-    assert "A probe, one small run" in page and "A probe" not in stress_report.markdown(without, "stress.png")
+    assert stress_report.probe_text(disturbed).startswith("A probe, one small run")
+    assert stress_report.probe_text(without) == ""
 
 
 def test_rows_without_all_combinations_have_no_attribution():

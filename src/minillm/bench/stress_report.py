@@ -314,7 +314,7 @@ it stays far below that. Such a ratio measures the limit, not the policies. (Cos
 request when it is submitted, with both sizes named, or ends it with `length` if `max_tokens` was not given."""
 
 
-def _probe_text(rows: Rows) -> str:
+def probe_text(rows: Rows) -> str:
     """How the machine's speed was taken out, with how much it changed."""
     if not rows[0].get("probe_seconds"):
         return ""
@@ -328,7 +328,7 @@ def _probe_text(rows: Rows) -> str:
 
 def markdown(rows: Rows, picture: str) -> str:
     """The study as a page that can be read on its own."""
-    probe = _probe_text(rows)
+    probe = probe_text(rows)
     rows = analysis.steadied(rows)
     row = rows[0]
     rounds = len({one["round"] for one in rows})
