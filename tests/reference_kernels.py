@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+import reference_ops
 from minillm.attention.cuda import CudaMetadata
+from minillm.attention.cuda_prepare import HEADER_INTS, UPDATE_INTS, DecodeBuffers
 from minillm.attention.interface import LayerAttention
 from minillm.attention.reference import paged_attention_reference
 
@@ -16,6 +21,8 @@ class ReferenceKernels:
     def __init__(self) -> None:
         self.plans = 0
         self.calls: list[tuple[str, int]] = []
+        self.prepared: list[int] = []
+        self.layout: object | None = "fixed"
         self._meta: CudaMetadata | None = None
 
     def plan(self, meta: CudaMetadata) -> None:
@@ -27,6 +34,10 @@ class ReferenceKernels:
         ]
         assert meta.host_query_start.tolist() == meta.prefill_query_start.tolist()
         assert meta.host_context_lens.tolist() == meta.context_lens.tolist()[meta.num_decodes :]
+
+    @property
+    def prefill_layout(self) -> object | None:
+        return self.layout
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         block_size = k_cache.shape[2]
@@ -49,7 +60,8 @@ class ReferenceKernels:
         assert self._meta is not None
         queries = self._meta.prefill_query_start.diff().tolist()
         lens = self._meta.context_lens[self._meta.num_decodes :].tolist()
-        self._attend("prefill", q, k_cache, v_cache, tables, queries, lens, params, out)
+        tokens = sum(queries)  # behind them there may be padding
+        self._attend("prefill", q[:tokens], k_cache, v_cache, tables, queries, lens, params, out[:tokens])
 
     def _attend(
         self,
@@ -66,4 +78,56 @@ class ReferenceKernels:
         self.calls.append((kind, len(queries)))
         assert tables.dtype == torch.int32
         assert out.shape == q.shape
-        out.copy_(paged_attention_reference(q, k_cache, v_cache, tables.tolist(), queries, lens, params))
+        # Rows of padding have no context: a kernel gives zeros.
+        assert all(lens[: len(q)]) or kind == "decode"
+        used = [i for i, length in enumerate(lens) if length]
+        if len(used) == len(lens):
+            out.copy_(paged_attention_reference(q, k_cache, v_cache, tables.tolist(), queries, lens, params))
+            return
+        out.zero_()
+        some = paged_attention_reference(
+            q[used], k_cache, v_cache, tables[used].tolist(), [1] * len(used), [lens[i] for i in used], params
+        )
+        out[used] = some
+
+    def prepare_decode(
+        self, num_rows: int, buffers: DecodeBuffers, tables: Tensor, last_tokens: Tensor, block_size: int
+    ) -> None:
+        self.prepared.append(num_rows)
+        step, stride = buffers.step.tolist(), buffers.capacity
+        count, num_updates = step[:2]
+        assert count <= num_rows <= stride
+        rows, tokens, positions = (step[HEADER_INTS + i * stride :][:count] for i in range(3))
+        updates = torch.tensor(step[HEADER_INTS + 3 * stride :][: UPDATE_INTS * num_updates]).view(-1, UPDATE_INTS)
+        seen = set()
+        for row, index, block in updates.tolist():
+            assert row in rows and (row, index) not in seen  # the row's own thread block applies it; in any order
+            seen.add((row, index))
+            tables[row, index] = block
+        for i in range(num_rows):
+            if i >= count:
+                buffers.input_ids[i] = buffers.positions[i] = buffers.context_lens[i] = buffers.rows[i] = 0
+                buffers.slot_mapping[i] = -1
+                continue
+            row, last = rows[i], positions[i] // block_size
+            buffers.tables[i, : last + 1] = tables[row, : last + 1]
+            buffers.input_ids[i] = tokens[i] if tokens[i] >= 0 else last_tokens[row]
+            buffers.positions[i] = positions[i]
+            buffers.context_lens[i] = positions[i] + 1
+            buffers.slot_mapping[i] = tables[row, last] * block_size + positions[i] % block_size
+            buffers.rows[i] = row
+
+
+class ReferenceOps:
+    """`DecoderOps` by :mod:`reference_ops`, counted. `few` is how many rows the small products take, in any dtype."""
+
+    def __init__(self, few: int = 0) -> None:
+        self.few = few
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        self.calls[name] += 1
+        return getattr(reference_ops, name)
+
+    def supports_small_linear(self, rows: int, *_: object, **__: object) -> bool:
+        return rows <= self.few

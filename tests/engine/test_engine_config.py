@@ -118,7 +118,7 @@ def test_every_scheduling_option_reaches_the_scheduler() -> None:
 
 @pytest.mark.parametrize(
     ("device", "seqs", "given", "expected"),
-    [("cpu", 64, None, 512), ("cuda", 64, None, 2048), ("cpu", 600, None, 600), ("cpu", 64, 100, 100)],
+    [("cpu", 64, None, 512), ("cuda", 64, None, 8192), ("cpu", 600, None, 600), ("cpu", 64, 100, 100)],
 )
 def test_token_budget_of_a_step(device: str, seqs: int, given: int | None, expected: int) -> None:
     config = EngineConfig("m", max_num_seqs=seqs, max_num_batched_tokens=given)

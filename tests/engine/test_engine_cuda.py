@@ -57,6 +57,7 @@ def test_every_family_and_way_gives_the_cpus_tokens(folder: Path) -> None:
     for options, proof in (
         ({}, "prefilled_tokens"),
         ({"overlap": False}, "prefilled_tokens"),
+        ({"enforce_eager": True}, "prefilled_tokens"),
         ({"max_num_batched_tokens": 16}, "prefilled_tokens"),
         ({**small, "preemption_mode": "swap"}, "preemptions_swap"),
         ({**small, "preemption_mode": "recompute", "swap_space": 0}, "preemptions_recompute"),
@@ -66,6 +67,8 @@ def test_every_family_and_way_gives_the_cpus_tokens(folder: Path) -> None:
             assert llm.runtime._engine.overlap == options.get("overlap", True)
             assert tokens(llm) == wanted, options
             assert getattr(llm.stats().counters, proof) > 0
+            captured = llm.runtime._engine.runner.cuda_forward.graphs.captured
+            assert bool(captured) != bool(options.get("enforce_eager")), options
 
 
 def test_cached_prefixes_and_seeds_change_nothing(llama: Path) -> None:
@@ -146,17 +149,17 @@ from minillm import LLM, SamplingParams
 from minillm.core.errors import EngineDeadError
 
 llm = LLM(sys.argv[1], device="cuda", dtype="float32", num_gpu_blocks_override=64, swap_space=0.05)
-model = llm.runtime._engine.runner.model
-forward, steps = model.forward, 0
+runner = llm.runtime._engine.runner
+forward, steps = runner.forward, 0
 
-def failing(*arguments):
+def failing(plan):
     global steps
     steps += 1
     if steps == 5:
         torch._assert_async(torch.zeros((), device="cuda"))  # a kernel that stops with an assertion
-    return forward(*arguments)
+    return forward(plan)
 
-model.forward = failing
+runner.forward = failing
 params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 for future in [llm.runtime.submit([3 + i, 4], params) for i in range(4)]:
     try:

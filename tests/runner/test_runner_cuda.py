@@ -16,7 +16,7 @@ from minillm.core.plan import NoPlan
 from minillm.core.sampling_params import SamplingParams
 from minillm.runner.pytorch_model_runner import NOT_FINITE, PROMPT_LOGPROB_SLICE
 from minillm.runner.sampler import Sampler
-from reference_kernels import ReferenceKernels
+from reference_kernels import ReferenceKernels, ReferenceOps
 
 LENGTHS = [1, 7, 8, 9, 15, 16, 17, 24, 31, 40]
 NEW = 20
@@ -35,15 +35,19 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.fixture
-def make(device):
-    """Makes a loop over a model on the device, by the GPU's way."""
+@pytest.fixture(params=["fused", "plain"])
+def make(device, request):
+    """Makes a loop over a model on the device, by the GPU's way; on the CPU also without the fused forward pass."""
+    if device == "cuda" and request.param == "plain":
+        pytest.skip("a GPU always fuses what it can")
 
     def make_loop(model: Any = None, **options: Any) -> Loop:
         model = model if model is not None else decoder_of(tiny_reference(), device=device)
         runner_options = dict(options.pop("runner_options", {}))
         if device == "cpu":
-            runner_options["kernels"] = ReferenceKernels()
+            runner_options.setdefault("kernels", ReferenceKernels())
+            if request.param == "fused":
+                runner_options.setdefault("ops", ReferenceOps(few=4))
         return Loop(model, device=device, runner_options=runner_options, **options)
 
     return make_loop

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.attention.cuda_prepare import DecodeBuffers
 from minillm.attention.interface import LayerAttention
 from minillm.memory.paged_kv_cache import PagedKVCache
 
@@ -67,6 +68,12 @@ class AttentionKernels(Protocol):
         """Prepare what depends on the step alone; called once a step, before any layer."""
         ...
 
+    @property
+    def prefill_layout(self) -> object | None:
+        """Equal for two planned steps whose launches for equally many rows differ in nothing; None if there may be
+        none that is equal."""
+        ...
+
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """k, v [T, Hkv, d] to the slots int64 [T]; negative slots are skipped."""
         ...
@@ -81,6 +88,12 @@ class AttentionKernels(Protocol):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
     ) -> None:
         """q [tokens of chunks, Hq, d], block tables int32 [P, W] -> out, shaped as q."""
+        ...
+
+    def prepare_decode(
+        self, num_rows: int, buffers: DecodeBuffers, tables: Tensor, last_tokens: Tensor, block_size: int
+    ) -> None:
+        """The message in the buffers -> what a decode step of `num_rows` rows reads (see cuda_prepare)."""
         ...
 
 
@@ -103,8 +116,10 @@ class CudaAttention:
         spec = cache.spec
         self.layers = layers
         self.table_width = spec.blocks_for_tokens(max_model_len)
-        self._dtype = spec.dtype
-        self._caches = [(cache.k(layer), cache.v(layer)) for layer in range(spec.num_layers)]
+        self.dtype = spec.dtype
+        self._block_size = spec.block_size
+        self.caches = [(cache.k(layer), cache.v(layer)) for layer in range(spec.num_layers)]
+        """K and V of each layer, [num_blocks, num_kv_heads, block_size, head_dim]."""
         self._tables = torch.zeros((max_num_seqs, self.table_width), dtype=torch.int32, device=cache.device)
         self._kernels = kernels or CudaKernels(
             cache, layers, num_heads=num_heads, max_num_seqs=max_num_seqs, max_model_len=max_model_len
@@ -123,23 +138,72 @@ class CudaAttention:
         self._kernels.plan(meta)
         return self
 
+    def begin_decode(self, num_rows: int, buffers: DecodeBuffers, last_tokens: Tensor) -> CudaAttention:
+        """Take up a decode step of `num_rows` rows, padding included, whose message is in the buffers."""
+        self._kernels.prepare_decode(num_rows, buffers, self._tables, last_tokens, self._block_size)
+        nobody = np.zeros(0, dtype=np.int32)
+        meta = CudaMetadata(
+            num_decodes=num_rows,
+            max_blocks=self.table_width,
+            slot_mapping=buffers.slot_mapping[:num_rows],
+            rows=buffers.rows[:num_rows],
+            context_lens=buffers.context_lens[:num_rows],
+            query_start=buffers.query_start[: num_rows + 1],
+            prefill_query_start=buffers.query_start[:1],
+            host_query_start=np.zeros(1, dtype=np.int32),
+            host_context_lens=nobody,
+        )
+        self._meta = meta
+        self._step_tables = buffers.tables[:num_rows]
+        self._kernels.plan(meta)
+        return self
+
+    @property
+    def prefill_layout(self) -> object | None:
+        """What launches of the step's prefill depend on beside its rows, once begun; None: on more than a graph can
+        hold."""
+        return self._kernels.prefill_layout
+
+    def settle(self, slot_mapping: Tensor, tables: Tensor) -> None:
+        """Have the step's launches read these slots, padding included, and its tables at this place from now on.
+
+        `tables` int32 [max_num_seqs, table_width] is filled.
+        """
+        meta, step_tables = self._meta, self._step_tables
+        assert meta is not None
+        tables[: len(step_tables), : step_tables.shape[1]].copy_(step_tables)
+        self._step_tables = tables[: len(step_tables)]
+        self._meta = replace(meta, slot_mapping=slot_mapping)
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """int64 [T]: KV slots of the step's tokens."""
+        assert self._meta is not None
+        return self._meta.slot_mapping
+
+    def attend_written(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attention of q [T, Hq, d] into out [T, Hq, d], both in the cache's dtype; this step's K and V are there."""
+        meta, kernels, tables = self._meta, self._kernels, self._step_tables
+        assert meta is not None
+        params = self.layers[layer]
+        k_cache, v_cache = self.caches[layer]
+        decodes = meta.num_decodes
+        if decodes:
+            kernels.decode(q[:decodes], k_cache, v_cache, tables[:decodes], params, out[:decodes])
+        if meta.num_prefills:
+            kernels.prefill(q[decodes:], k_cache, v_cache, tables[decodes:], params, out[decodes:])
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, Hkv, d] and return attention of q [T, Hq, d], in q's dtype."""
         meta, kernels = self._meta, self._kernels
         assert meta is not None
         dtype = q.dtype
-        if dtype != self._dtype:
-            q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
-        params = self.layers[layer]
-        k_cache, v_cache = self._caches[layer]
-        kernels.write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+        if dtype != self.dtype:
+            q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+        kernels.write_kv(k, v, *self.caches[layer], meta.slot_mapping)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decodes, tables = meta.num_decodes, self._step_tables
-        if decodes:
-            kernels.decode(q[:decodes], k_cache, v_cache, tables[:decodes], params, out[:decodes])
-        if meta.num_prefills:
-            kernels.prefill(q[decodes:], k_cache, v_cache, tables[decodes:], params, out[decodes:])
-        return out if dtype == self._dtype else out.to(dtype)
+        self.attend_written(layer, q, out)
+        return out if dtype == self.dtype else out.to(dtype)
 
 
 class CudaKernels:
@@ -155,7 +219,7 @@ class CudaKernels:
         max_model_len: int,
     ) -> None:
         """Compiles kernels that are not in the disk cache yet, now or with the first step."""
-        from minillm.attention import cuda_decode, cuda_prefill, cuda_simple
+        from minillm.attention import cuda_decode, cuda_prefill, cuda_prepare, cuda_simple
         from minillm.attention.cuda_build import arch_of
         from minillm.memory import cuda_kv_ops
 
@@ -164,6 +228,7 @@ class CudaKernels:
         fits = (spec.dtype, spec.head_dim, spec.block_size, arch)
         shape = (num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.dtype)
         self.write_kv = cuda_kv_ops.write_kv
+        self.prepare_decode = cuda_prepare.prepare_decode
         self._simple = cuda_simple.paged_attention_simple
         self._paged_decode, self._paged_prefill = cuda_decode.paged_decode, cuda_prefill.paged_prefill
         self._decode_plan = self._prefill_plan = None
@@ -188,6 +253,12 @@ class CudaKernels:
     def prefill_is_tuned(self) -> bool:
         """Whether prefill chunks go through the tuned kernel."""
         return self._prefill_plan is not None
+
+    @property
+    def prefill_layout(self) -> object | None:
+        """The place of the prefill plan's lists; the simple kernel and pieces of long contexts depend on lengths."""
+        plan = self._prefill_plan
+        return None if plan is None or plan.num_splits else plan.version
 
     def plan(self, meta: CudaMetadata) -> None:
         """Let the tuned kernels plan the step."""

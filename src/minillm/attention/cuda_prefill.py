@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from minillm.attention.cuda_build import KernelSpec, get_kernel, tensor_map
-from minillm.attention.cuda_checks import FLOAT_DTYPES, check_heads, check_paged_cache, check_tensor, debug_check_tables
+from minillm.attention.cuda_checks import (
+    FLOAT_DTYPES,
+    CheckedLayouts,
+    check_heads,
+    check_paged_cache,
+    check_tensor,
+    debug_check_tables,
+)
 from minillm.attention.interface import LayerAttention
 
 TUNED_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -182,7 +189,8 @@ class PrefillPlan:
     """How a step's chunks are cut into tiles; the buffers on the device stay and grow when a step needs more.
 
     Calls of one plan must follow each other on one stream (they share the partial results and a work counter). A
-    captured graph stays valid for later steps as long as they fit into the buffers it was captured with.
+    captured graph stays valid for later steps of as many rows of q, as long as `version` is the same and no tile of
+    either step is split (`num_splits`): the number of sequences and their lengths are read on the device.
     """
 
     def __init__(
@@ -218,8 +226,12 @@ class PrefillPlan:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.counters = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.maps: dict[tuple[int, ...], bytes] = {}
+        self.checked = CheckedLayouts()
+        """Arguments of this plan's calls that were found right; all layers of a step share one layout."""
         self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
+        self.version = 0
+        """Grows whenever the lists get another place, where a captured graph would not find them."""
         self._reserve(max(256, 2 * max_seqs), max(64, max_seqs))
         self.partial = torch.empty(0, dtype=torch.float32, device=self.device)
         self.partial_lse = self.partial
@@ -227,6 +239,7 @@ class PrefillPlan:
     def _reserve(self, work: int, splits: int) -> None:
         """Buffers for so many tiles and split tiles: a header (their number), the work list, the split list."""
         self._work_capacity, self._split_capacity = work, splits
+        self.version += 1
         size = _HEADER_INTS + _WORK_FIELDS * (work + splits)
         self._lists = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.header = self._lists[:_HEADER_INTS]
@@ -397,8 +410,10 @@ def paged_prefill(
     lists = (block_tables, np.int64(block_tables.stride(0)), plan.work, plan.header, *counters)
     heads = (np.int32(plan.num_kv_heads), np.int32(group), np.int32(plan.block_size.bit_length() - 1), *tail)
     scales = (np.float32(score_scale), np.float32(exponent_scale), np.int32(params.sliding_window or 0))
+    # A graph may be replayed with a longer list of work; thread blocks that find none end at once.
+    capturing = torch.cuda.is_current_stream_capturing()
     get_kernel(kernel.spec(plan.dtype, plan.head_dim, soft_cap is not None), plan.device).launch(
-        min(plan.max_blocks, plan.num_work * plan.num_kv_heads),
+        plan.max_blocks if capturing else min(plan.max_blocks, plan.num_work * plan.num_kv_heads),
         kernel.threads,
         (*inputs, out, plan.partial, plan.partial_lse, *lists, *heads, *scales),
         shared_bytes=kernel.shared_bytes,
@@ -432,6 +447,31 @@ def _check(
     out: Tensor | None,
 ) -> Tensor:
     """The checks of :func:`paged_prefill`; returns its output."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tensors = (q, k_cache, v_cache, block_tables, query_start, context_lens, out)
+    layout = (*CheckedLayouts.of(*tensors), plan.num_seqs, plan.num_tokens)
+    if layout not in plan.checked:
+        _check_layout(*tensors, plan)
+        plan.checked.add(layout)
+    if (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        raise ValueError("q, k_cache and v_cache must start at multiples of 16 bytes")
+    if not params.scale > 0:
+        raise ValueError(f"scale={params.scale} must be positive")
+    debug_check_tables(block_tables, context_lens, len(k_cache), plan.block_size)
+    return out
+
+
+def _check_layout(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    plan: PrefillPlan,
+) -> None:
     check_paged_cache(k_cache, v_cache)
     device, dtype = k_cache.device, k_cache.dtype
     if (device, dtype, *k_cache.shape[1:]) != (
@@ -449,15 +489,9 @@ def _check(
     if len(q) < plan.num_tokens:
         raise ValueError(f"q has {len(q)} rows, the plan's chunks have {plan.num_tokens}")
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.stride(0) * dtype.itemsize % 16 or tensor.data_ptr() % 16:
-            raise ValueError(f"{name} must start at and step by multiples of 16 bytes: stride {tensor.stride(0)}")
+        if tensor.stride(0) * dtype.itemsize % 16:
+            raise ValueError(f"{name} must step by multiples of 16 bytes: stride {tensor.stride(0)}")
     check_tensor("block_tables", block_tables, (plan.num_seqs, None), torch.int32, device, contiguous_from=1)
     check_tensor("query_start", query_start, (plan.num_seqs + 1,), torch.int32, device)
     check_tensor("context_lens", context_lens, (plan.num_seqs,), torch.int32, device)
-    if not params.scale > 0:
-        raise ValueError(f"scale={params.scale} must be positive")
-    debug_check_tables(block_tables, context_lens, len(k_cache), plan.block_size)
-    if out is None:
-        return torch.empty((len(q), plan.num_q_heads, plan.head_dim), dtype=dtype, device=device)
     check_tensor("out", out, (len(q), plan.num_q_heads, plan.head_dim), dtype, device)
-    return out

@@ -14,7 +14,6 @@ from minillm.core.errors import ConfigError
 if TYPE_CHECKING:
     from minillm.models.config import ModelConfig
     from minillm.models.loader import LoadedModel
-    from minillm.models.tokenizer import Tokenizer
 
 TINY = "tiny"
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -52,6 +51,19 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40_960,
         "qk_norm": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "architecture": "qwen2",
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_layers": 24,
+        "num_heads": 14,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 32_768,
+        "qkv_bias": True,
         "tie_word_embeddings": True,
     },
     "llama-3.1-8b": {
@@ -111,16 +123,3 @@ def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedMod
     from minillm.models.loader import load_model
 
     return load_model(name, dtype, device)
-
-
-def word_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer of the words t0, t1, ...: so that random models have text to work on."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    from minillm.models.tokenizer import Tokenizer
-
-    backend = Backend(WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t1"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    return Tokenizer(backend, eos_token_id=2)

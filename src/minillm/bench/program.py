@@ -103,7 +103,10 @@ PROGRAMS = {
     "static": "static_batching:PROGRAM",
     "offline": "offline:PROGRAM",
     "latency": "latency:PROGRAM",
+    "gpu-table": "gpu_table:PROGRAM",
+    "startup": "startup:PROGRAM",
     "modes": "modes:PROGRAM",
+    "pressure": "pressure:PROGRAM",
     "stress": "stress_report:PROGRAM",
     "sla": "sla_program:PROGRAM",
     "sla-model": "sla_program:MODEL_PROGRAM",
@@ -111,11 +114,13 @@ PROGRAMS = {
     "prefix-model": "prefix_program:MODEL_PROGRAM",
     "cpu": "saved_programs:CPU",
     "scheduler": "saved_programs:SCHEDULER",
+    "engine": "engine_bench:PROGRAM",
     "materialize": "saved_programs:MATERIALIZE",
     "paged-attention": "saved_programs:PAGED_ATTENTION",
     "decode-peers": "saved_programs:DECODE_PEERS",
     "prefill-peers": "saved_programs:PREFILL_PEERS",
     "swap": "saved_programs:SWAP",
+    "sampling": "saved_programs:SAMPLING",
 }
 """Program -> module of this package and name in it, in the order of the report."""
 

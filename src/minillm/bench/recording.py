@@ -120,6 +120,8 @@ class RunResult:
     bytes_per_block: int
     outputs: list[list[int]] = field(default_factory=list)
     """Token ids of each request's output."""
+    characters: int = 0
+    """Of the outputs' texts."""
 
     @property
     def output_tokens(self) -> int:

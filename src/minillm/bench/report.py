@@ -16,9 +16,9 @@ from minillm.core.errors import ConfigError
 METHOD = """\
 Every program warms up first, repeats, and gives medians with their range; contenders take turns in rounds, so that a
 machine that changes its speed does so for all. Where results can be wrong, they are checked before anything is timed.
-Times on a GPU are taken by events and by the synchronised wall clock, times on a CPU by the wall clock or, where a table
-says so, as CPU time. Every figure comes from a CSV file beside this page, and `minillm bench NAME --from-csv FILE` shows
-it again.
+Times on a GPU are taken by events and by the synchronised wall clock, times on a CPU by the wall clock or, where a
+table says so, as CPU time. Every figure comes from a CSV file beside this page, and `minillm bench NAME --from-csv
+FILE` shows it again.
 """
 _MACHINE = ("device", "cores", "python")
 _RAN = ("torch", "transformers", "commit", "programs")

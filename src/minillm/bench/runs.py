@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minillm.bench.models import open_model, word_tokenizer
+from minillm.bench.models import open_model
+from minillm.bench.random_tokenizer import random_tokenizer
 from minillm.bench.recording import Recorder, RequestRecord, RunResult
 from minillm.bench.virtual import CostRunner, NoOutputs, StepCosts, VirtualClock
 from minillm.bench.workloads import Workload, WorkloadRequest, fixed
@@ -30,6 +31,7 @@ from minillm.core.sampling_params import SamplingParams
 from minillm.core.stats import Counters
 from minillm.engine.config import EngineConfig
 from minillm.engine.llm_engine import LLMEngine
+from minillm.engine.output_processor import RequestUpdate
 
 LONGEST_NAP = 0.05
 """Seconds; an open loop sleeps in naps, so that a clock that is set never makes it miss an arrival by much."""
@@ -101,7 +103,7 @@ def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None
     else:
         loaded, config = model, EngineConfig(model.name, **options)
     if loaded is not None and loaded.kind == "random" and tokenizer is None:
-        tokenizer = word_tokenizer(loaded.config.vocab_size)
+        tokenizer = random_tokenizer(loaded.config.vocab_size)
     recorder = Recorder()
     parts = build_engine(config, observer=recorder, progress=progress, model=loaded, tokenizer=tokenizer)
     recorder.scheduler = parts.engine.scheduler
@@ -224,6 +226,7 @@ class _Drive:
         self.followers: dict[int, list[int]] = {}
         self.made: dict[int, Request] = {}
         self.outputs: list[list[int]] = [[] for _ in workload.requests]
+        self.characters = 0
         self.live = 0
         self.done = 0
         self.start = 0.0
@@ -238,16 +241,25 @@ class _Drive:
         while self.done < len(self.records):
             self._submit_due()
             if self.engine.has_work:
-                self.engine.step()
+                self._take_text(self.engine.step())
             elif self.due:
                 target.wait_until(self.start + self.due[0][0])
             self._take_ended()
         seconds = self.engine.clock() - self.start
+        while self.engine.has_work:  # with overlap, what was computed beyond the last tokens
+            self._take_text(self.engine.step())
         self._refuse_failures()
         after = self.scheduler.counters
         counters = Counters(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(Counters)})
         return RunResult(
-            self.records, recorder.steps, counters, seconds, target.num_layers, target.bytes_per_block, self.outputs
+            self.records,
+            recorder.steps,
+            counters,
+            seconds,
+            target.num_layers,
+            target.bytes_per_block,
+            self.outputs,
+            self.characters,
         )
 
     def _refuse_failures(self) -> None:
@@ -258,6 +270,11 @@ class _Drive:
                 f"workload {self.workload.name}: {len(failed)} of {len(self.records)} requests did not end with their "
                 f"tokens ({reasons}); the run has no figures"
             )
+
+    def _take_text(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            if update.output is not None:
+                self.characters += sum(len(output.text) for output in update.output.outputs)
 
     def _set_up(self) -> None:
         if self.workload.longest > self.scheduler.max_model_len:

@@ -24,7 +24,8 @@ from typing import Any
 
 from minillm.bench import common
 from minillm.bench.attribution import coalitions
-from minillm.bench.models import open_model, word_tokenizer
+from minillm.bench.models import open_model
+from minillm.bench.random_tokenizer import random_tokenizer
 from minillm.bench.recording import RunResult
 from minillm.bench.runs import Target, drive, open_target, warm_up
 from minillm.bench.workloads import Segment, Workload, WorkloadRequest, fixed
@@ -211,7 +212,7 @@ def open_targets(options: Options) -> dict[Setting, Target]:
 
     model = open_model(options.model, options.dtype, options.device)
     random_weights = model.kind == "random"
-    tokenizer = word_tokenizer(model.config.vocab_size) if random_weights else load_tokenizer(model.path)
+    tokenizer = random_tokenizer(model.config.vocab_size) if random_weights else load_tokenizer(model.path)
     targets = {}
     for setting in settings(options):
         changes = engine_options(setting, options.num_blocks)

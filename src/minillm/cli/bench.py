@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,6 +63,53 @@ def scheduler(
         numbers = tuple(running) if running else scheduler_bench.RUNNING
         rows = scheduler_bench.run(running=numbers, steps=steps, seed=seed, progress=console.info)
     publish(SCHEDULER, output, rows, from_csv)
+
+
+@bench_app.command("engine")
+@with_options()
+def engine(
+    running: Annotated[list[int] | None, typer.Option(min=1, help="Running requests; may be repeated.")] = None,
+    reader: Annotated[
+        list[str] | None,
+        typer.Option(help="future, stop or stream; may be repeated [all three].", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 500,
+    step_ms: Annotated[float, typer.Option(min=0.01, help="What the device takes per step.")] = 5.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of this model [a made-up one of 151,936 tokens].", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "engine.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """CPU time of the engine's thread per step around a device of fixed speed (1, 16, 64, 256, 1024 if not given)."""
+    from minillm.bench import engine_bench as bench
+
+    rows = None
+    if from_csv is None:
+        for name in reader or ():
+            if name not in bench.READERS:
+                raise ConfigError(f"reader={name!r} must be one of {', '.join(bench.READERS)}")
+        rows = bench.run(
+            running=tuple(running) if running else bench.RUNNING,
+            readers=tuple(reader) if reader else bench.READERS,
+            steps=steps,
+            step_seconds=step_ms / 1e3,
+            seed=seed,
+            tokenizer=_tokenizer_of(tokenizer),
+            progress=console.info,
+        )
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
+def _tokenizer_of(model: str | None) -> Any:
+    """The tokenizer of a model by its name, or None."""
+    if model is None:
+        return None
+    from minillm.models.default_model import resolve_model
+    from minillm.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve_model(model, console.info, "tokenizer").path)
 
 
 @bench_app.command("materialize")
@@ -165,6 +212,31 @@ def swap(
         options = bench.Options(device=device_of(device), blocks=counts, repeats=repeats, seed=seed)
         rows = bench.measure(options, console.info)
     publish(SWAP, output, rows, from_csv)
+
+
+@bench_app.command("sampling")
+@with_options()
+def sampling(
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows; may be repeated [1, 8, 32, 256].", show_default=False)
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=2, help="Width of the logits.")] = 151_936,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed replays; figures are medians.")] = 30,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS
+    / "sampling.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """From logits to tokens on a GPU: greedy, plain, top-k, top-p, against tensor operations."""
+    from minillm.bench import sampling as bench
+    from minillm.bench.saved_programs import SAMPLING
+
+    rows = None
+    if from_csv is None:
+        batches = tuple(batch) if batch else bench.BATCHES
+        options = bench.Options(device=device_of("cuda"), batches=batches, vocab=vocab, rounds=rounds, seed=seed)
+        rows = bench.measure(options, console.info)
+    publish(SAMPLING, output, rows, from_csv)
 
 
 def _peers(table: str, rounds: int, output: Path | None, from_csv: Path | None) -> None:

@@ -28,6 +28,10 @@ class Detokenizer(Protocol):
         """The text that this token adds."""
         ...
 
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add: the join of what `add` would give."""
+        ...
+
     def finish(self) -> str:
         """The rest, once no token will follow."""
         ...
@@ -66,6 +70,12 @@ class ByteDetokenizer:
         if text is None:
             return self._decode(self._bytes[token_id])
         return self._first(text) if self._drop_space else text
+
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add, whole characters only."""
+        table = self._bytes
+        size = len(table)
+        return self._decode(b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < size]))
 
     def finish(self) -> str:
         """An unfinished character as U+FFFD."""
@@ -132,6 +142,10 @@ class WindowDetokenizer:
             return ""
         self._ids.append(token_id)
         return self._read(final=len(self._ids) - self._num_read > self.MAX_HELD)
+
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add."""
+        return "".join(map(self.add, token_ids))
 
     def finish(self) -> str:
         """What was held back."""

@@ -3,7 +3,7 @@
 ```
 callers' threads                     engine thread
   submit ──► lock: ids, bound ──┐
-  cancel ──► lock: free the id ─┼──► inbox ──► take all inputs ──► step() ──► sinks (futures, stream buffers)
+  cancel ──► lock: free the id ─┼──► inbox ──► take all inputs ──► a step ──► sinks (futures, stream buffers)
   dropped stream ───────────────┘              (waits here, without polling, while there is nothing to do)
 ```
 While any request lives, the loop steps without a pause, and every step expires deadlines: so it never has to wait
@@ -289,11 +289,17 @@ class EngineThread:
             while not self._may_stop():
                 self._take_inputs(wait=not self.engine.has_work and self._close_at is None)
                 if self.engine.has_work:
-                    self._deliver(self.engine.step())
+                    self._step()
             self._cancel_all()
         except BaseException as error:
             cause = error
         self._shut_down(cause)
+
+    def _step(self) -> None:
+        """One turn of the engine; what its readers do with their updates is done before the device is waited for."""
+        self._deliver(self.engine.issue_step())
+        self.engine.commit_step()
+        self._deliver(self.engine.take_updates())
 
     def _may_stop(self) -> bool:
         if self._close_at is None:
@@ -394,7 +400,7 @@ class EngineThread:
         for ticket in sorted(tickets, key=lambda ticket: ticket.request.arrival_seq):
             self._withdraw(ticket)
         while self.engine.has_work:
-            self._deliver(self.engine.step())
+            self._step()
 
     def _shut_down(self, cause: BaseException | None) -> None:
         """Nobody may be left waiting: neither for a request nor for a call."""

@@ -3,8 +3,8 @@
 ```
  |<------------------------ total memory ------------------------>|
  |<-------- gpu_memory_utilization of it ----------->|            |
- | in use: weights,     | largest step, staging of   | KV |  left to others
- | context, others      | swaps                      | pool
+ | in use: weights,     | largest step, CUDA graphs, | KV |  left to others
+ | context, others      | staging of swaps           | pool
 ```
 The share is a limit on the whole card: what other programs hold counts as in use, so a second engine on the same card
 needs the sum of both shares.
@@ -68,7 +68,7 @@ def profiled_num_blocks(
     try:
         run_largest_step(runner)
         torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        peak = torch.cuda.max_memory_allocated(device) - before + runner.graph_bytes
     finally:
         runner.close()
     del runner
@@ -84,7 +84,7 @@ def profiled_num_blocks(
         bytes_per_block=spec.bytes_per_block,
     )
     logger.info(
-        "%s: %.1f GiB, %.2f in use, %.2f for steps and swaps, %d KV blocks (%.2f GiB)",
+        "%s: %.1f GiB, %.2f in use, %.2f for steps, graphs and swaps, %d KV blocks (%.2f GiB)",
         device,
         total / GIB,
         (total - free) / GIB,

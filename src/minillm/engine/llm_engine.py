@@ -1,15 +1,17 @@
-"""The step loop: schedule, run, commit, deliver. Free of threads; :mod:`minillm.engine.engine_thread` drives it.
+"""The step loop: schedule, run, deliver, commit. Free of threads; :mod:`minillm.engine.engine_thread` drives it.
 
 ```
-          add_request / cancel
-                  │
-   step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
-                              │
-            commit ◄── collect                of plan n
-                  │
-            text, stop strings, logprobs ──► updates for the callers
-                  └── finish(sequence, index) back to the scheduler
+              add_request / cancel
+                      │
+  issue_step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
+                 text, stop strings, logprobs ──►  updates for the callers, of plan n-1
+                      └── finish(sequence, index) back to the scheduler
+ commit_step():  collect ──► commit                of plan n; the only place that waits for the device, but for plans
+                                                   with rows under a grammar: these commit n before they sample n+1
 ```
+So with overlap the text work of a plan, and whatever its readers do with it, runs while the device has a plan to work
+on and another one queued: it can be as long as a step before the device ever waits. Without overlap (nothing would run
+meanwhile) a plan's text is made as soon as it is committed.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minillm.core.errors import EngineDeadError
+from minillm.core.errors import EngineDeadError, InvalidParameterError
 from minillm.core.plan import NoPlan, StepEvents, StepPlan
 from minillm.core.request import Request
+from minillm.engine.grammar_rows import GrammarRows
 from minillm.engine.output_processor import OutputProcessor, RequestUpdate, TrackedRequest
 from minillm.runner.interface import ModelRunner
 
@@ -57,21 +60,27 @@ class LLMEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.outputs = outputs
+        self.grammars = GrammarRows()
         self.overlap = overlap
         self.clock = clock
         self.lock = threading.Lock()
         self.num_steps = 0
         self.num_invariant_violations = 0
         self._check_invariants = check_invariants
+        self.wait_seconds = 0.0
+        """Seconds spent in waiting for the device, of all steps: the rest of the time is the host's own work."""
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._committed: list[tuple[StepEvents, float]] = []
+        """Events of commits whose text is still to be made, with their time."""
         self._idle_plans = 0
         self._failure: EngineDeadError | None = None
+        self._issued = False
         self._closed = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._in_flight) or self.scheduler.has_live_requests
+        return bool(self._in_flight) or bool(self._committed) or self.scheduler.has_live_requests
 
     @property
     def failure(self) -> EngineDeadError | None:
@@ -91,21 +100,28 @@ class LLMEngine:
         Updates carry `tag`. Without `wants_events` they bring the output at the end and nothing before.
         """
         self._check_alive()
+        constrained = request.sampling_params.structured_outputs is not None
+        if constrained and request.grammar is None:
+            raise InvalidParameterError("grammar", None, "structured_outputs must be compiled before (Runtime.prepare)")
         with self.lock:
             self.scheduler.submit(request, self.clock())
         try:
-            return self.outputs.add(request, prompt, tag, wants_events)
+            tracked = self.outputs.add(request, prompt, tag, wants_events)
         except Exception:
             with self.lock:
                 self.scheduler.cancel(request.request_id, self.clock(), "its output could not be set up")
                 self.scheduler.take_events()
             raise
+        if constrained:
+            self.grammars.add([request, *request.children])
+        return tracked
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Cancel a request in any state; its update (partial output, `cancelled`) is ready at once.
 
         Idempotent: False for an unknown or ended request.
         """
+        self._make_text()
         tracked = self.outputs.get(request_id)
         if tracked is None or self._failure is not None:
             return False
@@ -122,46 +138,87 @@ class LLMEngine:
         return self.outputs.take_updates()
 
     def step(self) -> list[RequestUpdate]:
-        """Issue the next plan if there is one, and commit the oldest in flight unless it may go on running.
+        """One turn of the loop: :meth:`issue_step` and :meth:`commit_step`. Returns the updates of both.
 
         Raises :class:`EngineDeadError` (cause chained) when the runner or the scheduler fails: then no request is
         live any more in the core, and :meth:`abandon` names those whose callers are still to be told.
         """
+        updates = self.issue_step()
+        self.commit_step()
+        return updates + self.outputs.take_updates()
+
+    def issue_step(self) -> list[RequestUpdate]:
+        """Issue the next plan if there is one, then make the text of what was committed before.
+
+        Never waits, unless the plan samples under a grammar: then the plan before it commits here.
+        Returns updates to deliver before :meth:`commit_step`, which has to follow. Raises as :meth:`step`.
+        """
         self._check_alive()
         try:
-            self._step()
+            self._issue()
+            self._make_text()
         except Exception as error:
             raise self._die(error) from error
         return self.outputs.take_updates()
 
-    def _step(self) -> None:
+    def commit_step(self) -> None:
+        """Wait for the oldest plan in flight and commit it, unless it may go on running. Raises as :meth:`step`."""
+        self._check_alive()
+        try:
+            if self._in_flight and not (self._issued and self.overlap and len(self._in_flight) == 1):
+                self._commit_oldest()
+            if not self.overlap or not self.scheduler.has_live_requests:
+                self._make_text()  # nothing will be issued that it could hide behind
+            if self._check_invariants:
+                self._run_invariants()
+        except Exception as error:
+            raise self._die(error) from error
+
+    def _issue(self) -> None:
         now = self.clock()
         with self.lock:
             plan = self.scheduler.schedule(now)
-        issued = isinstance(plan, StepPlan)
+        self._issued = isinstance(plan, StepPlan)
         if isinstance(plan, StepPlan):
             self.num_steps += 1
             self._idle_plans = 0
             handle = self.runner.forward(plan)
             self._in_flight.append((plan, handle))
-            self.runner.sample(handle)
-        if self._in_flight and not (issued and self.overlap and len(self._in_flight) == 1):
-            self._commit_oldest()
-        elif not issued:
+            self.runner.sample(handle, self._masks(plan) if self.grammars.take_plan(plan) else None)
+        elif not self._in_flight:
             self._deliver_expired(plan, now)
-        if self._check_invariants:
-            self._run_invariants()
+
+    def _masks(self, plan: StepPlan) -> Any:
+        """Which tokens the sampling rows of the plan just issued may take.
+
+        They follow from the tokens of the plan before, which is committed here, while this one's forward pass runs.
+        What the grammars found out about ends waits until this plan is sampled, like the text.
+        """
+        while len(self._in_flight) > 1:
+            self._commit_oldest()
+        return self.grammars.masks(plan)
 
     def _commit_oldest(self) -> None:
         plan, handle = self._in_flight.popleft()
+        begin = time.perf_counter()
         outcome = self.runner.collect(handle)
+        self.wait_seconds += time.perf_counter() - begin
         now = self.clock()
         with self.lock:
             events = self.scheduler.commit(plan, outcome, now)
-        self._process(events, now)
+        self._committed.append((events, now))
+
+    def _make_text(self) -> None:
+        """Text work of what was committed, in order."""
+        committed, self._committed = self._committed, []
+        for events, now in committed:
+            self._process(events, now)
+        if self.grammars.has_ends:
+            self._process(StepEvents(), self.clock())
 
     def _deliver_expired(self, reason: StepPlan | NoPlan, now: float) -> None:
         """Nothing is in flight and nothing was scheduled: only deadlines can have done something."""
+        self._make_text()
         with self.lock:
             events = self.scheduler.take_events()
             live = self.scheduler.has_live_requests
@@ -177,6 +234,14 @@ class LLMEngine:
     def _process(self, events: StepEvents, now: float) -> None:
         """Text work on events; what it found (stop strings, failed outputs) goes back to the scheduler."""
         stops, failed = self.outputs.process(events, now)
+        ends = self.grammars.take_events(events)
+        stops += ends.complete
+        found = [self.outputs.fail(sequence_id, error, now) for sequence_id, error in ends.broken]
+        failed += [request_id for request_id in found if request_id is not None]
+        self._end_sequences(stops, failed, now)
+
+    def _end_sequences(self, stops: list[tuple[str, int]], failed: list[str], now: float) -> None:
+        """Tell the scheduler which sequences have ended, at which token, and which requests have failed."""
         if not stops and not failed:
             return
         with self.lock:
@@ -185,8 +250,9 @@ class LLMEngine:
             for request_id in failed:
                 self.scheduler.cancel(request_id, now, "its output failed")
             events = self.scheduler.take_events()
-        # Ends of the sequences just named are known already; anything else in there is news.
+        # What ended by a stop string is known already; anything else in there is news.
         self.outputs.process(events, now)
+        self.grammars.take_events(events)
 
     def _run_invariants(self) -> None:
         from minillm.core import invariants
@@ -256,6 +322,13 @@ class LLMEngine:
         self._failure = EngineDeadError(f"the engine failed at step {self.num_steps}: {error!r}")
         self._failure.__cause__ = error
         self._drop_in_flight()
+        self.grammars.clear()
+        try:
+            for events, now in self._committed:  # what came before the failure still reaches its reader
+                self.outputs.process(events, now)
+            self._committed.clear()
+        except Exception as further:
+            logger.error("the last outputs could not be processed", exc_info=further)
         try:
             with self.lock:
                 self.scheduler.fail_all(repr(error), self.clock())

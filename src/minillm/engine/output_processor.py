@@ -1,6 +1,9 @@
 """From the scheduler's events to what users see: text, stop strings, logprobs, outputs.
 
 All of it is host work on one request at a time; an error in it fails that request alone.
+
+Work per token is done only for choices that are *followed*: somebody reads their events, or a stop string or logprobs
+have to be looked at. Of the others nothing is touched until they end; then their text is made at once.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minillm.core.errors import RequestFailedError
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minillm.engine")
 
 
+_new_event = tuple.__new__
+"""Makes a :class:`TokenEvent` of all its fields in half the time of its own constructor: one is made per token."""
+
 TextStreamFactory: TypeAlias = "Callable[[SamplingParams, list[int]], TextStream]"
 
 
@@ -33,8 +40,8 @@ class ChoiceState:
         "cumulative_logprob",
         "error",
         "finish_reason",
+        "followed",
         "index",
-        "last_event",
         "logprobs",
         "owner",
         "parts",
@@ -56,7 +63,7 @@ class ChoiceState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: RequestFailedError | None = None
-        self.last_event: tuple[RequestUpdate, int] | None = None
+        self.followed = owner.wants_events or bool(request.sampling_params.stop) or self.logprobs is not None
 
     def output(self) -> CompletionOutput:
         """The choice as it stands; a copy."""
@@ -130,6 +137,7 @@ class OutputProcessor:
         self._text_stream = text_stream
         self._token_text = lru_cache(maxsize=1 << 16)(token_text)
         self._choices: dict[str, ChoiceState] = {}
+        self._followed: dict[str, ChoiceState] = {}
         self._live: dict[str, TrackedRequest] = {}
         self._updates: dict[TrackedRequest, RequestUpdate] = {}
 
@@ -156,6 +164,8 @@ class OutputProcessor:
             tracked.choices.append(ChoiceState(tracked, index, sequence, text))
         for choice in tracked.choices:
             self._choices[choice.request.request_id] = choice
+            if choice.followed:
+                self._followed[choice.request.request_id] = choice
         self._live[request.request_id] = tracked
         return tracked
 
@@ -179,24 +189,8 @@ class OutputProcessor:
                     self._on_prompt_scores(choice.owner, scores)
                 except Exception as error:
                     self._fail(choice.owner, error, failed, now)
-        stopped = {event.request_id for event in events.finished if event.reason == "stop"}
-        choice_of = self._choices.get
-        for token in events.tokens:
-            sequence_id, index, token_id, logprobs = token
-            if (choice := choice_of(sequence_id)) is not None:
-                try:
-                    is_stop_token = sequence_id in stopped and token_id in choice.request.stop_ids
-                    if is_stop_token or choice.logprobs is not None:
-                        stop = self._on_special_token(choice, token, is_stop_token)
-                    else:
-                        text, stop = choice.text.push(token_id)
-                        self._append(choice, index, token_id, text, logprobs)
-                    if stop is not None:
-                        choice.stop_reason = stop
-                        self._end(choice, "stop", now, flush=False)
-                        stops.append((sequence_id, index))
-                except Exception as error:
-                    self._fail(choice.owner, error, failed, now)
+        if self._followed:
+            self._process_tokens(events, now, stops, failed)
         for finish in events.finished:
             if (choice := self._choices.get(finish.request_id)) is not None:
                 try:
@@ -205,15 +199,49 @@ class OutputProcessor:
                     self._fail(choice.owner, error, failed, now)
         return stops, failed
 
+    def _process_tokens(self, events: StepEvents, now: float, stops: list[tuple[str, int]], failed: list[str]) -> None:
+        """The tokens of followed choices. The hot path of streaming: what is usual must stay cheap per token."""
+        columns = events.tokens
+        stopped = {event.request_id for event in events.finished if event.reason == "stop"}
+        choices = map(self._followed.get, columns.request_ids)
+        scores = chain(columns.logprobs, repeat(None))
+        for choice, index, token_id, logprobs in zip(choices, columns.indices, columns.token_ids, scores, strict=False):
+            if choice is None or choice.finish_reason is not None:
+                continue
+            try:
+                sequence_id = choice.request.request_id
+                is_stop_token = bool(stopped) and sequence_id in stopped and token_id in choice.request.stop_ids
+                if is_stop_token or choice.logprobs is not None:
+                    token = CoreTokenEvent(sequence_id, index, token_id, logprobs)
+                    stop = self._on_special_token(choice, token, is_stop_token)
+                else:
+                    text, stop = choice.text.push(token_id)
+                    self._append(choice, index, token_id, text, logprobs)
+                if stop is not None:
+                    choice.stop_reason = stop
+                    self._end(choice, "stop", now, flush=False)
+                    stops.append((sequence_id, index))
+            except Exception as error:
+                self._fail(choice.owner, error, failed, now)
+
     def end_open_choices(self, tracked: TrackedRequest, reason: str, now: float, error: str | None = None) -> None:
         """End what is still open of a request with `reason`."""
         for choice in tracked.choices:
             if choice.finish_reason is None:
                 self._end(choice, reason, now, None if error is None else RequestFailedError(error))
 
+    def fail(self, sequence_id: str, error: str, now: float) -> str | None:
+        """End the request of this sequence with `error`; its id, or None if it is not live."""
+        choice = self._choices.get(sequence_id)
+        if choice is None:
+            return None
+        self.end_open_choices(choice.owner, "error", now, error)
+        return choice.owner.request.request_id
+
     def discard_all(self) -> None:
         """Forget every live request and pending update (the engine failed; the caller tells the owners)."""
         self._choices.clear()
+        self._followed.clear()
         self._live.clear()
         self._updates.clear()
 
@@ -241,12 +269,9 @@ class OutputProcessor:
             choice.parts.append(text)
         owner = choice.owner
         if owner.wants_events:
-            update = self._update(owner)
             logprob = None if logprobs is None else logprobs.logprob
-            update.events.append(
-                TokenEvent(owner.request.request_id, choice.index, index, token_id, text, logprob, None, logprobs)
-            )
-            choice.last_event = (update, len(update.events) - 1)
+            values = (owner.request.request_id, choice.index, index, token_id, text, logprob, None, logprobs, None)
+            self._update(owner).events.append(_new_event(TokenEvent, values))
 
     def _on_special_token(self, choice: ChoiceState, token: CoreTokenEvent, is_stop_token: bool) -> str | None:
         """Append a token that has logprobs or ends the choice; returns the stop string that it completes, or None."""
@@ -286,6 +311,8 @@ class OutputProcessor:
     ) -> None:
         """Mark the choice ended: the finish reason goes on its last event of this step, or on one without a token."""
         tracked = choice.owner
+        if not choice.followed:
+            self._catch_up(choice, reason, with_text=flush)
         text = choice.text.flush() if flush else ""
         if text:
             choice.parts.append(text)
@@ -293,21 +320,35 @@ class OutputProcessor:
         update = self._update(tracked)
         if tracked.wants_events:
             self._mark_last_event(choice, update, text)
-        choice.last_event = None
         self._choices.pop(choice.request.request_id, None)
+        self._followed.pop(choice.request.request_id, None)
         tracked.num_open -= 1
         if tracked.num_open == 0:
             del self._live[tracked.request.request_id]
             update.output = self._output(tracked, now)
 
+    @staticmethod
+    def _catch_up(choice: ChoiceState, reason: str, with_text: bool) -> None:
+        """All tokens, and their text, of a choice that was not followed."""
+        request = choice.request
+        ids = choice.token_ids = list(request.generated_ids)
+        if not with_text:
+            return
+        if reason == "stop" and ids and ids[-1] in request.stop_ids:
+            if ids[-1] in request.sampling_params.stop_token_ids:
+                choice.stop_reason = ids[-1]
+            if not request.sampling_params.include_stop_str_in_output:
+                ids = ids[:-1]
+        choice.parts.append(choice.text.push_all(ids))
+
     def _mark_last_event(self, choice: ChoiceState, update: RequestUpdate, text: str) -> None:
         """Put the end and the rest of the text on the choice's last event, or on a new one if that has gone out."""
         reason, error = choice.finish_reason, choice.error
-        if choice.last_event is not None and choice.last_event[0] is update:
-            at = choice.last_event[1]
+        for at in range(len(update.events) - 1, -1, -1):
             event = update.events[at]
-            update.events[at] = event._replace(text=event.text + text, finish_reason=reason, error=error)
-            return
+            if event.choice == choice.index:
+                update.events[at] = event._replace(text=event.text + text, finish_reason=reason, error=error)
+                return
         request_id = choice.owner.request.request_id
         count = len(choice.token_ids)
         update.events.append(TokenEvent(request_id, choice.index, count, None, text, finish_reason=reason, error=error))

@@ -121,6 +121,10 @@ class TextStream:
         self._index += 1
         return text, stop
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The text of several tokens at once; for outputs without stop strings."""
+        return self._detokenizer.add_all(token_ids)
+
     def flush(self) -> str:
         """The rest of the text; once, at the end of an output that no stop string ended."""
         tail = self._detokenizer.finish()

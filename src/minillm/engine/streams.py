@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+from weakref import WeakKeyDictionary, ref
 
 from minillm.engine.outputs import Logprob, RequestOutput, TokenEvent
 
@@ -211,7 +212,7 @@ class AsyncRequestStream(_StreamHandle, AsyncIterator[TokenEvent]):
             loop = asyncio.get_running_loop()
             waiter: asyncio.Future[None] = loop.create_future()
             try:
-                event = self._buffer.poll(partial(_wake, loop, waiter))
+                event = self._buffer.poll(partial(LoopWaker.of(loop).wake, waiter))
             except StopIteration:
                 break
             if event is not None:
@@ -231,15 +232,45 @@ class AsyncRequestStream(_StreamHandle, AsyncIterator[TokenEvent]):
         await self.aclose()
 
 
-def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-    """Wake a reader from the engine thread. Its loop may be gone; then nobody waits."""
+class LoopWaker:
+    """Wakes readers of one event loop from other threads: all that a step wakes with one call into the loop.
 
-    def resolve() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
+    A call costs a system call, and there is a reader per stream.
+    """
 
-    try:
-        loop.call_soon_threadsafe(resolve)
-    except RuntimeError as error:
-        if not loop.is_closed():
-            raise error
+    _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._ready: deque[asyncio.Future[None]] = deque()
+        self._called = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopWaker:
+        """The loop's own; called in its thread."""
+        waker = cls._of_loop.get(loop)
+        if waker is None:
+            waker = cls._of_loop[loop] = cls(loop)
+        return waker
+
+    def wake(self, waiter: asyncio.Future[None]) -> None:
+        """Resolve the waiter soon. Its loop may be gone; then nobody waits."""
+        self._ready.append(waiter)
+        if self._called:
+            return
+        self._called = True
+        loop = self._loop()
+        if loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(self._resolve)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+
+    def _resolve(self) -> None:
+        self._called = False  # before the look at what is ready: whoever comes later calls again
+        while self._ready:
+            waiter = self._ready.popleft()
+            if not waiter.done():
+                waiter.set_result(None)

@@ -15,6 +15,7 @@ On a CPU there is nothing to move: arrays become tensors over the same memory.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +45,10 @@ class Upload(Protocol):
         """Several arrays in one transfer. The tensors are valid until the next call of `together`."""
         ...
 
+    def into(self, target: Tensor, array: np.ndarray) -> None:
+        """One flat array to the beginning of `target`, of its dtype, behind what still reads it there."""
+        ...
+
 
 def upload_to(device: torch.device | str) -> Upload:
     """The upload for `device`."""
@@ -59,6 +64,15 @@ class HostUpload:
 
     def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
+
+    def into(self, target: Tensor, array: np.ndarray) -> None:
+        target[: len(array)].copy_(torch.from_numpy(array))
+
+
+def _address(array: np.ndarray) -> int:
+    """Of a contiguous array; four times faster than `array.ctypes.data`."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _pinned_bytes(count: int) -> Tensor:
@@ -143,6 +157,17 @@ class PinnedUpload:
             views.append(self._target[place].view(source.dtype).view(source.shape))
         self._target[:end].copy_(staged, non_blocking=True)
         return views
+
+    def into(self, target: Tensor, array: np.ndarray) -> None:
+        """The target keeps its place; in stream order. On a GPU no tensor is made but the staging slice."""
+        from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+        staged = self._ring.take(array.nbytes)
+        ctypes.memmove(staged.data_ptr(), _address(array), array.nbytes)
+        if target.is_cuda:
+            memcpy_async(target.data_ptr(), staged.data_ptr(), array.nbytes, current_raw_stream(target.get_device()))
+        else:
+            target[: len(array)].copy_(staged.view(target.dtype))
 
 
 def to_pinned(tensor: Tensor) -> Tensor:

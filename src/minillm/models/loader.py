@@ -1,7 +1,8 @@
 """Loading a model: from a name to a decoder whose every weight has been written.
 
-Tensors stream one by one from the file's memory map into their place in the decoder, converted on the way; a
-checkpoint is never held twice. Nothing here unpickles: ``.bin`` files are refused.
+Tensors stream one by one from the file's memory map into their place in the decoder, converted on the way (on a GPU
+several threads read safetensors: :mod:`minillm.models.weight_stream`); a checkpoint is never held twice. Nothing here
+unpickles: ``.bin`` files are refused.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from minillm.core.errors import ConfigError, ModelLoadError
-from minillm.models.config import ModelConfig
+from minillm.models.config import GGUF_ARCHITECTURES, SUPPORTED_ARCHITECTURES, ModelConfig, check_foreign
 from minillm.models.decoder import Decoder
 from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile, dequantize
 from minillm.models.linear import DenseLinear, Linear, cpu_multiplies_codes, cpu_packs_bfloat16, pack
+from minillm.models.transformers_fallback import FallbackConfig, TransformersDecoder, load_transformers_model
 from minillm.models.untrusted import reading
+from minillm.models.weight_stream import StoredTensor, stored_tensors, stream_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -57,8 +60,8 @@ class LoadedModel:
     """
 
     name: str
-    decoder: Decoder
-    config: ModelConfig
+    decoder: Decoder | TransformersDecoder
+    config: ModelConfig | FallbackConfig
     path: Path
     kind: str
     dtype: str
@@ -112,24 +115,38 @@ def load_model(
         path=resolved.path,
         kind=resolved.kind,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        packed=not isinstance(decoder.layers[0].qkv, DenseLinear),
+        packed=isinstance(decoder, Decoder) and not isinstance(decoder.layers[0].qkv, DenseLinear),
         generation_config=generation_config,
     )
 
 
-def _load_folder(folder: Path, dtype: str, device: torch.device) -> tuple[Decoder, dict[str, Any]]:
-    config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+def _load_folder(
+    folder: Path, dtype: str, device: torch.device
+) -> tuple[Decoder | TransformersDecoder, dict[str, Any]]:
+    fields = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation_config = _read_json(generation_path) if generation_path.is_file() else {}
-    config = _with_eos_ids(config, generation_config)
+    name = str(fields.get("model_type"))
+    if name not in SUPPORTED_ARCHITECTURES and _transformers_knows(name):
+        check_foreign(name, "model_type", fields)
+        _shards(folder)  # says what is missing, or that there are pickles only
+        more = _eos_ids(generation_config)
+        return load_transformers_model(folder, "safetensors", dtype, device, more), generation_config
+    config = _with_eos_ids(ModelConfig.from_hf(fields), generation_config)
     with SafetensorsFolder(folder) as source:
         decoder = _build(config, source, _resolve_dtype(dtype, config, device), device, str(folder))
     _pack_for_cpu(decoder)
     return decoder, generation_config
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder, dict[str, Any]]:
+def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder | TransformersDecoder, dict[str, Any]]:
     with GGUFFile(path) as file:
+        name = str(file.metadata.get("general.architecture"))
+        if name not in GGUF_ARCHITECTURES and _transformers_reads_gguf(name):
+            prefix = f"{name}."
+            options = {key.removeprefix(prefix): value for key, value in file.metadata.items()}
+            check_foreign(name, "GGUF architecture", options)
+            return load_transformers_model(path, "gguf", dtype, device), {}
         source = GGUFWeights(file)
         decoder = _build(source.config, source, _resolve_dtype(dtype, source.config, device), device, str(path))
         _pack_for_cpu(decoder, source if dtype == "auto" else None)
@@ -170,10 +187,26 @@ def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> tor
     return torch.float16 if config.checkpoint_dtype == "float16" else torch.bfloat16
 
 
+def _transformers_knows(model_type: str) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _transformers_reads_gguf(architecture: str) -> bool:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    return architecture in GGUF_SUPPORTED_ARCHITECTURES
+
+
+def _eos_ids(generation_config: dict[str, Any]) -> tuple[int, ...]:
+    ids = generation_config.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
 def _with_eos_ids(config: ModelConfig, generation_config: dict[str, Any]) -> ModelConfig:
     """Ids that end a text: the generation config knows the chat turn's end, which config.json often lacks."""
-    ids = generation_config.get("eos_token_id")
-    more = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    more = _eos_ids(generation_config)
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
@@ -198,8 +231,15 @@ def fill(decoder: Decoder, source: WeightSource, where: str) -> None:
     left_over = sorted(name for name in names - known if not name.endswith("rotary_emb.inv_freq"))
     if left_over:
         raise ModelLoadError(f"{where}: {_count('tensor', left_over)} not known to this model: {_list(left_over)}")
+    stored = source.stored() if decoder.device.type == "cuda" and isinstance(source, SafetensorsFolder) else {}
+    streamed = []
     for name, view in views.items():
-        _copy(view, source.read(aliases.get(name, name)), name, where)
+        tensor = stored.get(aliases.get(name, name))
+        if tensor is not None and tensor.shape == tuple(view.shape) and view.is_contiguous():
+            streamed.append((view, tensor))
+        else:  # what cannot be streamed, and what is refused
+            _copy(view, source.read(aliases.get(name, name)), name, where)
+    stream_weights(streamed)
     if extra_head:
         head = torch.empty_like(decoder.embedding)
         _copy(head, source.read(HEAD), HEAD, where)
@@ -244,6 +284,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self._folder = folder
         self._files: dict[str, Any] = {}
         self._shard_of: dict[str, str] = {}
         for shard, expected in _shards(folder).items():
@@ -273,6 +314,11 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         return self._files[self._shard_of[name]].get_tensor(name)
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Where each tensor's bytes are."""
+        places = {shard: stored_tensors(self._folder / shard) for shard in self._files}
+        return {name: places[shard][name] for name, shard in self._shard_of.items() if name in places[shard]}
 
 
 def _shards(folder: Path) -> dict[str, set[str]]:

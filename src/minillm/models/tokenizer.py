@@ -414,6 +414,12 @@ def _byte_level_alphabet() -> dict[int, int]:
 _ALPHABET = _byte_level_alphabet()
 
 
+def byte_level_pieces() -> list[str]:
+    """The character that stands for each byte, 0 to 255, in a byte-level vocabulary."""
+    characters = {byte: chr(code) for code, byte in _ALPHABET.items() if byte < 0x100}
+    return [characters[byte] for byte in range(0x100)]
+
+
 def _byte_level_bytes(piece: str) -> bytes:
     try:
         return piece.translate(_ALPHABET).encode("latin-1")

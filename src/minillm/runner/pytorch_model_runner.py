@@ -43,9 +43,12 @@ from minillm.core.plan import (
 )
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache
 from minillm.memory.swap_space import SwapCopy, SwapSpace
+from minillm.models.cuda_decoder import DecoderOps
 from minillm.runner.batch_builder import BatchBuilder, StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder
+from minillm.runner.cuda_forward import CudaForward, fused_decoder
 from minillm.runner.device import is_device_failure, step_device
+from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.logprobs import LogprobTensors
 from minillm.runner.sampler import Sampler
 from minillm.runner.step_handle import StepHandle, StepUnit, step_units
@@ -93,7 +96,9 @@ class PyTorchModelRunner:
 
     `max_model_len` bounds positions; `invalid_token_ids` are ids below the logits' width that stand for no token and
     are masked before sampling; `swap_space` None makes every swap of a plan fail (and the scheduler recompute).
-    `kernels` replace the device's own attention; given on a CPU, the GPU's way through this class runs there.
+    `kernels` replace the device's own attention; given on a CPU, the GPU's way through this class runs there, and with
+    `ops` also its fused forward pass. `max_num_batched_tokens` says for how many tokens of a step that has memory from
+    the start; `enforce_eager` leaves out its CUDA graphs.
     """
 
     def __init__(
@@ -107,13 +112,18 @@ class PyTorchModelRunner:
         eos_token_ids: Sequence[int] = (),
         invalid_token_ids: Sequence[int] = (),
         kernels: AttentionKernels | None = None,
+        ops: DecoderOps | None = None,
+        max_num_batched_tokens: int | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         self.model = model
         self.cache = cache
         self.swap_space = swap_space
         self._device = step_device(cache.device)
         self._asynchronous = cache.device.type == "cuda" or kernels is not None
+        self.cuda_forward: CudaForward | None = None
         with self._device.active():
+            self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
             self.builder: BatchBuilder | CudaBatchBuilder
             if self._asynchronous:
                 attention = CudaAttention(
@@ -124,8 +134,21 @@ class PyTorchModelRunner:
                     max_model_len=max_model_len,
                     kernels=kernels,
                 )
-                self.builder = CudaBatchBuilder(attention, cache.spec.block_size, self._device.upload)
+                builder = CudaBatchBuilder(attention, cache.spec.block_size, self._device.upload)
+                self.builder = builder
                 self._attention: Callable[[Any], AttentionContext] = attention.begin
+                on_gpu = cache.device.type == "cuda"
+                decoder = fused_decoder(model, attention, ops) if on_gpu or ops is not None else None
+                if decoder is not None:
+                    self.cuda_forward = CudaForward(
+                        decoder,
+                        attention,
+                        builder,
+                        self._device,
+                        self._last_tokens,
+                        max_num_batched_tokens=max_num_batched_tokens or max_num_seqs,
+                        graphs=on_gpu and not enforce_eager,
+                    )
             else:
                 workspace = GatherWorkspace()
                 self.builder = BatchBuilder(max_num_seqs, max_model_len, cache.spec.block_size)
@@ -138,9 +161,13 @@ class PyTorchModelRunner:
                 invalid_token_ids,
                 self._device.upload,
             )
-            self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=cache.device)
         self._rows: dict[int, RowAssignment] = {}
         self._closed = False
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory, beside torch's own, that CUDA graphs may come to take."""
+        return 0 if self.cuda_forward is None else self.cuda_forward.graph_bytes
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepHandle:
@@ -152,8 +179,12 @@ class PyTorchModelRunner:
             self.builder.update_tables(plan.table_updates)
             assign_errors = self._assign(plan.assignments)
             start = self._device.mark()
-            handle = StepHandle(plan, self.builder.build(plan), failed_swaps=failed_swaps, swap_outs=outs, swap_ins=ins)
-            if handle.batch.num_tokens:
+            fused = self.cuda_forward if self.cuda_forward is not None and CudaForward.takes(plan) else None
+            batch = self.builder.build(plan) if fused is None else fused.prepare(plan)
+            handle = StepHandle(plan, batch, failed_swaps=failed_swaps, swap_outs=outs, swap_ins=ins)
+            if fused is not None:
+                fused.decode(handle)
+            elif batch.num_tokens:
                 handle.hidden = self._forward_batch(handle)
                 if handle.hidden is not None:
                     self._look_for_not_finite(handle, handle.hidden)
@@ -177,9 +208,10 @@ class PyTorchModelRunner:
                 unsampled = tokens == 0
             else:
                 if masks is not None:
-                    masks = masks.to(self.cache.device, non_blocking=True)
-                tokens, unsampled = self._sample_rows(handle, self._logits(handle.hidden, batch), masks)
-                handle.hidden = None
+                    masks = self._device.upload(masks)
+                logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
+                tokens, unsampled = self._sample_rows(handle, logits, masks)
+                handle.hidden = handle.logits = None
             self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
             self.sampler.state.append(batch.sampling_rows, tokens)
             handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
@@ -190,8 +222,8 @@ class PyTorchModelRunner:
         """Wait for the step's end and report it."""
         with self._device.active():
             self._device.wait(handle.marks[-1])
-            if handle.largest is not None:
-                self._fail_tokens(handle, handle.largest.isfinite().logical_not_())
+            if handle.not_finite is not None:
+                self._fail_tokens(handle, handle.not_finite)
             tokens, logprobs = self._results(handle)
             timings = self._timings(handle)
         prompt_logprobs = {
@@ -219,7 +251,18 @@ class PyTorchModelRunner:
         # A device that failed still has to let go of the memory.
         with contextlib.suppress(Exception):
             self._device.wait(self._device.mark())
-        for name in ("model", "cache", "swap_space", "sampler", "builder", "_attention", "_last_tokens"):
+            if self.cuda_forward is not None:
+                self.cuda_forward.close()
+        for name in (
+            "model",
+            "cuda_forward",
+            "cache",
+            "swap_space",
+            "sampler",
+            "builder",
+            "_attention",
+            "_last_tokens",
+        ):
             self.__dict__.pop(name, None)
         with contextlib.suppress(Exception):
             self._device.release()
@@ -326,6 +369,8 @@ class PyTorchModelRunner:
         if batch.placeholders is not None:
             tokens, rows = batch.placeholders
             batch.input_ids.index_copy_(0, tokens, self._last_tokens.index_select(0, rows))
+        if self.cuda_forward is not None:
+            return self.cuda_forward.run(batch)
         return self.model.forward(batch.input_ids, batch.positions, self._attention(batch.metadata))
 
     def _forward_units(self, handle: StepHandle, cause: Exception) -> Tensor | None:
@@ -335,7 +380,7 @@ class PyTorchModelRunner:
         parts: list[Tensor | None] = []
         for unit in units:
             try:
-                parts.append(self._run_model(self.builder.build(unit.plan)))
+                parts.append(self._run_model(self.builder.build(unit.plan)).clone())  # the next one may overwrite it
             except Exception as error:
                 if is_device_failure(error):
                     raise
@@ -356,7 +401,8 @@ class PyTorchModelRunner:
     def _look_for_not_finite(self, handle: StepHandle, hidden: Tensor) -> None:
         """Fail every row with a hidden state that is not finite, or leave that to `collect`."""
         if self._asynchronous:
-            handle.largest = self._device.to_host(torch.linalg.vector_norm(hidden, torch.inf, -1))
+            flags = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+            handle.not_finite = self._device.to_host(flag_not_finite(hidden, flags))
             return
         if hidden.sum(dtype=torch.float32).isfinite() or hidden.isfinite().all():
             return  # a finite sum has finite terms; only the rare other case looks at all of them
@@ -375,7 +421,7 @@ class PyTorchModelRunner:
             handle.failures.update(dict.fromkeys(unit.sampling, error))
         else:
             handle.failed_requests[unit.request_id] = error
-        self.cache.clear_slots(torch.from_numpy(handle.batch.slots[unit.tokens]))
+        self.cache.clear_slots(torch.as_tensor(handle.batch.slots[unit.tokens], dtype=torch.int64))
 
     def _score_prompts(self, handle: StepHandle, hidden: Tensor) -> None:
         """Log-probabilities of the prompt positions that this step's chunks predict, for those that ask."""
@@ -402,7 +448,7 @@ class PyTorchModelRunner:
         pieces = []
         for begin in range(0, len(targets), PROMPT_LOGPROB_SLICE):
             ids = targets[begin : begin + PROMPT_LOGPROB_SLICE]
-            logits = self.model.compute_logits(hidden[begin : begin + len(ids)])
+            logits = self._compute_logits(hidden[begin : begin + len(ids)])
             pieces.append(self.sampler.score(logits, ids, num_top).moved(self._device.to_host))
         return pieces
 
@@ -412,8 +458,12 @@ class PyTorchModelRunner:
         """float32 [R, vocab_size] of the sampling rows; a token that several rows sample goes through the head once."""
         if len(batch.logit_tokens) != len(hidden):
             hidden = hidden.index_select(0, batch.logit_tokens)
-        logits = self.model.compute_logits(hidden)
+        logits = self._compute_logits(hidden)
         return logits if batch.logit_rows is None else logits.index_select(0, batch.logit_rows)
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        """Through the way that the forward pass takes, so that decode and prefill round alike."""
+        return (self.model if self.cuda_forward is None else self.cuda_forward).compute_logits(hidden)
 
     def _sample_rows(self, handle: StepHandle, logits: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sample all rows; returns their tokens int64 [R], and bool [R] for which there is none."""

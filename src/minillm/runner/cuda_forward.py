@@ -1,0 +1,156 @@
+"""The forward pass on a GPU: decode steps and short prefills replayed as graphs, all else launch by launch.
+
+```
+decode rows only   pack rows, tokens, positions, table changes ──one copy──► device
+                   graph of the padded size: prepare_decode, decoder, output head, flags of what is not finite
+a short prefill    batch as built by CudaBatchBuilder, copied to its place ──► graph of the padded size: decoder
+anything else      batch as built by CudaBatchBuilder ──► the same decoder, launched from here
+```
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.attention.cuda import CudaAttention
+from minillm.attention.cuda_prepare import DecodeBuffers, pack_step
+from minillm.core.plan import StepPlan
+from minillm.models.cuda_decoder import CudaDecoder, DecoderOps, why_not
+from minillm.runner.batch_builder import StepBatch
+from minillm.runner.cuda_batch_builder import CudaBatchBuilder
+from minillm.runner.cuda_graphs import StepGraphs, cuda_capture, padded_sizes
+from minillm.runner.device import StepDevice
+from minillm.runner.finite_rows import flag_not_finite
+from minillm.runner.short_prefill import ShortPrefill
+from minillm.runner.step_handle import StepHandle
+
+logger = logging.getLogger(__name__)
+
+
+def fused_decoder(model: Any, attention: CudaAttention, ops: DecoderOps | None) -> CudaDecoder | None:
+    """The model's fused forward pass, or None (and a line in the log) where its own has to do."""
+    reason = why_not(model, attention.dtype)
+    if reason is not None:
+        logger.info("the forward pass is launched operation by operation, without CUDA graphs: %s", reason)
+        return None
+    return CudaDecoder(model, ops)
+
+
+class CudaForward:
+    """Forward passes of a decoder whose keys and values go to `attention`'s cache.
+
+    `last_tokens` int64 [max_num_seqs]: the last token that each row sampled, where placeholders are looked up.
+    """
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        attention: CudaAttention,
+        builder: CudaBatchBuilder,
+        device: StepDevice,
+        last_tokens: Tensor,
+        *,
+        max_num_batched_tokens: int,
+        graphs: bool,
+    ) -> None:
+        where, max_num_seqs = last_tokens.device, len(last_tokens)
+        self._decoder, self._attention, self._builder, self._device = decoder, attention, builder, device
+        self._last_tokens = last_tokens
+        capture = cuda_capture(where) if graphs else None
+        self.graphs = StepGraphs(padded_sizes(max_num_seqs), capture)
+        self.short_prefill = ShortPrefill(decoder, attention, max_num_seqs, capture)
+        capacity = self.graphs.sizes[-1]
+        self.buffers = DecodeBuffers(capacity, attention.table_width, where)
+        self._workspace = decoder.workspace(max(max_num_batched_tokens, 1))
+        # The graphs hold its address, while the other one may be replaced by a larger one.
+        self._decode_workspace = decoder.workspace(capacity)
+        config = decoder.model.config
+        self._logits = torch.empty((capacity, config.vocab_size), dtype=torch.float32, device=where)
+        self._not_finite = torch.empty(capacity, dtype=torch.bool, device=where)
+        self._every_row = torch.arange(capacity, device=where)
+
+    def run(self, batch: StepBatch) -> Tensor:
+        """Hidden states [T, hidden_size] of a built batch, valid until the next call of this or `decode`."""
+        if self.short_prefill.takes(batch):
+            hidden = self.short_prefill.run(batch)
+            if hidden is not None:
+                return hidden
+            context = self._attention
+        else:
+            context = self._attention.begin(batch.metadata)
+        if batch.num_tokens > self._workspace.capacity:
+            self._workspace = self._decoder.workspace(batch.num_tokens)
+        return self._decoder.forward(batch.input_ids, batch.positions, context, self._workspace)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> float32 [R, vocab_size]."""
+        return self._decoder.compute_logits(hidden)
+
+    @staticmethod
+    def takes(plan: StepPlan) -> bool:
+        """Whether :meth:`decode` serves the plan: decode rows and nothing else."""
+        return not plan.prefills and len(plan.decodes) > 0
+
+    def prepare(self, plan: StepPlan) -> StepBatch:
+        """Send what a decode step needs; its batch is on the device once :meth:`decode` has made it."""
+        columns, buffers = plan.decodes, self.buffers
+        count, rows = len(columns), columns.rows
+        message = pack_step(rows, columns.token_ids, columns.positions, self._updates(rows), buffers.capacity)
+        self._device.upload.into(buffers.step, message)
+        return StepBatch(
+            input_ids=buffers.input_ids[:count],
+            positions=buffers.positions[:count],
+            slots=columns.kv_slots,
+            metadata=None,
+            placeholders=None,
+            logit_tokens=self._every_row[:count],
+            logit_rows=None,
+            sampling_index=buffers.rows[:count],
+            sampling_rows=rows,
+            output_indices=columns.output_indices,
+        )
+
+    def decode(self, handle: StepHandle) -> None:
+        """The prepared step up to its logits; the device's results are valid until the next call."""
+        count = handle.batch.num_tokens
+        self.graphs.run(self.graphs.size_for(count), self._decode_rows)
+        handle.hidden = self._decode_workspace.hidden[:count]
+        handle.logits = self._logits[:count]
+        handle.not_finite = self._device.to_host(self._not_finite[:count])
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        self.graphs.close()
+        self.short_prefill.graphs.close()
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory, beside torch's own, that graphs may come to take."""
+        return self.graphs.reserved_bytes + self.short_prefill.graphs.reserved_bytes
+
+    def _updates(self, rows: list[int]) -> list[int]:
+        """Table changes to travel with the step: (row, index, block) one after the other. Others are applied apart."""
+        updates = self._builder.take_updates()
+        if not updates:
+            return []
+        width = self._attention.table_width
+        changes = [(*divmod(position, width), block) for position, block in updates.items()]
+        # Each row's own thread block applies its changes, so a row without one needs another way.
+        if len(changes) <= self.buffers.max_updates and {change[0] for change in changes} <= set(rows):
+            return [number for change in changes for number in change]
+        self._attention.update_tables(*self._device.upload.together(self._builder.update_arrays(updates)))
+        return []
+
+    def _decode_rows(self, size: int) -> None:
+        """The launches of a step of `size` rows; the only host state that they follow is the size."""
+        buffers = self.buffers
+        context = self._attention.begin_decode(size, buffers, self._last_tokens)
+        hidden = self._decoder.forward(
+            buffers.input_ids[:size], buffers.positions[:size], context, self._decode_workspace
+        )
+        self._decoder.compute_logits(hidden, self._logits[:size])
+        flag_not_finite(hidden, self._not_finite[:size])
