@@ -32,6 +32,7 @@ from minillm.core.config import GIB
 from minillm.core.errors import ConfigError
 from minillm.memory import cuda_kv_ops
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache, lazy_zeros
+from minillm.memory.pinned import PinnedMemory
 from minillm.memory.staging import PinnedUpload, StagingRing
 
 STAGING_FRACTION = 1 / 128
@@ -74,7 +75,8 @@ class SwapSpace:
         shape = (num_slots, spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
         try:
             if self.pinned:
-                self._host = torch.empty(shape, dtype=spec.dtype, pin_memory=True)
+                self._memory = PinnedMemory(num_slots * spec.bytes_per_block)
+                self._host = self._memory.tensor.view(spec.dtype).view(*shape)
             else:
                 self._host = lazy_zeros(shape, spec.dtype)
         except (MemoryError, RuntimeError) as error:
