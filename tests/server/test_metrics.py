@@ -253,11 +253,11 @@ class TestText:
 
     def test_the_prefix_renames_vllms_names_alone(self, served) -> None:
         runtime, metrics, _ = served
-        found = samples(Exposition(runtime, metrics, prefix="minillm:"))
+        found = samples(Exposition(runtime, metrics, prefix="minillm"))
         assert "minillm:num_requests_running" in found and "minillm:kv_blocks_free" in found
         assert not any(name.startswith("vllm:") for name in found)
         with pytest.raises(ConfigError, match="sglang"):
-            Exposition(runtime, metrics, prefix="sglang:")
+            Exposition(runtime, metrics, prefix="sglang")
 
     def test_openmetrics_where_it_is_asked_for(self, served) -> None:
         runtime, _, exposition = served

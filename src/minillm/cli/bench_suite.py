@@ -213,6 +213,86 @@ def gpu_table(
     publish(bench.PROGRAM, output, rows, from_csv)
 
 
+@bench_app.command("startup")
+@with_options()
+def startup(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model's folder or name, or random:NAME, which is written to --folder first; may be repeated "
+            "[CPU: smollm2-135m; GPU: random:qwen3-0.6b].",
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    folder: Annotated[Path, typer.Option(help="Where folders of random:NAME are written and kept.")] = Path("/tmp"),
+    runs: Annotated[int, typer.Option(min=1, help="Processes that count; figures are medians.")] = 3,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "startup.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """From the start of a process to its first token, phase by phase, in fresh processes."""
+    from minillm.bench import startup as bench
+
+    rows = None
+    if from_csv is None:
+        from minillm.bench.model_folder import write_model_folder
+
+        where = device_of(device).type
+        names = model or [DEFAULT_MODEL if where == "cpu" else "random:qwen3-0.6b"]
+        paths = []
+        for name in names:
+            shape = name.removeprefix("random:")
+            if shape != name:
+                name = str(write_model_folder(shape, folder / f"minillm-{shape}", device=where))
+            paths.append(name)
+        rows = bench.run(paths, bench.Options(model=paths[0], device=where, runs=runs), console.info)
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
+@bench_app.command("pressure")
+@with_options()
+def pressure(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="[CPU: random:tiny; GPU: random:qwen3-0.6b].", show_default=False),
+    ] = None,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 64; CPU: 16]", show_default=False)] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens [GPU: 4096; CPU: 96].", show_default=False)
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Output tokens [GPU: 256; CPU: 48].", show_default=False)
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Of each way; figures are medians.")] = 3,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "pressure.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """Throughput and tokens with a KV pool of a quarter of the need, by swapping and by recomputing."""
+    from minillm.bench import pressure as bench
+
+    rows = None
+    if from_csv is None:
+        where = device_of(device).type
+        small = where == "cpu"
+        options = bench.Options(
+            model=model or ("random:tiny" if small else "random:qwen3-0.6b"),
+            device=where,
+            dtype=dtype,
+            requests=requests or (16 if small else 64),
+            prompt=prompt or (96 if small else 4096),
+            output=output_tokens or (48 if small else 256),
+            runs=runs,
+            seed=seed,
+        )
+        rows = bench.measure(options, console.info)
+    publish(bench.PROGRAM, output, rows, from_csv)
+
+
 @bench_app.command("report")
 @with_options()
 def report(
@@ -278,6 +358,8 @@ QUICK: dict[str, list[str]] = {
         "3",
     ],
     "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
+    "pressure": ["--requests", "8", "--prompt", "40", "--output-tokens", "40", "--runs", "1"],
+    "startup": ["--model", "random:tiny", "--runs", "1"],
     **{name: ["--quick"] for name in ("sla", "sla-model", "prefix", "prefix-model")},
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],
     "engine": ["--running", "1", "--running", "16", "--steps", "100", "--step-ms", "2"],

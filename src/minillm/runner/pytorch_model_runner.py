@@ -454,7 +454,7 @@ class PyTorchModelRunner:
             unsampled = tokens == 0
         else:
             if masks is not None:
-                masks = masks.to(self.cache.device, non_blocking=True)
+                masks = self._device.upload(masks)
             logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
             tokens, unsampled = self._sample_rows(handle, logits, masks)
         self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
