@@ -335,6 +335,18 @@ def test_graphs_under_memory_pressure_give_the_same_tokens(mode):
 
 
 @cuda
+def test_warming_up_captures_all_sizes_and_changes_no_token():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = decoder_of(tiny_reference(), device="cuda")
+    warm, cold = make("cuda", model), make("cuda", model)
+    warm.runner.warm_up()
+    assert warm.runner.cuda_forward.graphs.captured == [1, 2, 4, 8, 16]
+    assert not warm.cache.store[:, :, 0].any()
+    assert all_tokens(warm, passes=1) == all_tokens(cold, passes=1)
+
+
+@cuda
 def test_capturing_while_another_thread_uses_the_device():
     import threading
 

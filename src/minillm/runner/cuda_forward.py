@@ -173,6 +173,12 @@ class CudaForward:
         handle.tokens, handle.unsampled, handle.not_finite = (column[:count] for column in columns)
         return True
 
+    def warm_up(self) -> None:
+        """Capture decode steps of all sizes ahead of their use. Writes slot 0, and row 0's part of the block tables."""
+        message = pack_step([0], [0], [0], [0], [0, 0, 0], self.buffers.capacity)
+        self._device.upload.into(self.buffers.step, message)
+        self.graphs.warm_up(self._decode_rows)
+
     def close(self) -> None:
         """Drop the graphs."""
         self.graphs.close()

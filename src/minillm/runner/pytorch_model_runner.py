@@ -170,6 +170,14 @@ class PyTorchModelRunner:
         return 0 if self.cuda_forward is None else self.cuda_forward.graph_bytes
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Do ahead of the first request what would hold up later ones: CUDA graphs of decode steps."""
+        if self.cuda_forward is not None:
+            with self._device.active():
+                self.cuda_forward.warm_up()
+                self.cache.clear_slots(torch.zeros(1, dtype=torch.int64))
+
+    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepHandle:
         """Copies, assignments and the forward pass of `plan`."""
         if self._closed:
@@ -202,7 +210,7 @@ class PyTorchModelRunner:
         if not batch.sampling_rows:
             return
         with self._device.active():
-            start = self._device.mark()
+            start = handle.marks[-1] if masks is None else self._device.mark()
             fused = self.cuda_forward if handle.logits is not None and masks is None else None
             if fused is None or not fused.sample(handle, self.sampler):
                 self._sample(handle, masks)
