@@ -173,6 +173,8 @@ class PinnedUpload:
         from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
 
         count = len(staged)
+        if not count:
+            return
         if target.is_cuda and count <= self._ring.slab_bytes:
             memcpy_async(target.data_ptr(), staged.data_ptr(), count, current_raw_stream(target.get_device()))
         else:  # torch keeps memory of its own until its copies are done
@@ -188,6 +190,8 @@ def to_pinned(tensor: Tensor) -> Tensor:
     from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
 
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if not host.numel():
+        return host
     tensor = tensor.contiguous()
     memcpy_async(host.data_ptr(), tensor.data_ptr(), host.nbytes, current_raw_stream(tensor.get_device()))
     return host
