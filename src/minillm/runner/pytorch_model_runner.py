@@ -178,6 +178,13 @@ class PyTorchModelRunner:
                 self.cache.clear_slots(torch.zeros(1, dtype=torch.int64))
 
     @torch.inference_mode()
+    def reserve(self, plan: StepPlan) -> None:
+        """Take the memory that attention plans for `plan`, without running it."""
+        if self._asynchronous:
+            with self._device.active():
+                self._attention(self.builder.build(plan).metadata)
+
+    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepHandle:
         """Copies, assignments and the forward pass of `plan`."""
         if self._closed:
