@@ -234,6 +234,7 @@ def _make_gpu_runner(
     runner = make(num_blocks, longest, limits.num_swap_blocks)
     if config.num_gpu_blocks_override is not None:
         try_out(runner, longest)
+    runner.warm_up()
     return replace(limits, num_blocks=num_blocks), runner
 
 
