@@ -246,18 +246,15 @@ class LLMEngine:
         """Text work on events; what it found (stop strings, failed outputs) goes back to the scheduler."""
         stops, failed = self.outputs.process(events, now)
         ends = self.grammars.take_events(events)
-        stops += ends.complete
         found = [self.outputs.fail(sequence_id, error, now) for sequence_id, error in ends.broken]
         failed += [request_id for request_id in found if request_id is not None]
-        self._end_sequences(stops, failed, now)
-
-    def _end_sequences(self, stops: list[tuple[str, int]], failed: list[str], now: float) -> None:
-        """Tell the scheduler which sequences have ended, at which token, and which requests have failed."""
-        if not stops and not failed:
+        if not stops and not ends.complete and not failed:
             return
         with self.lock:
             for sequence_id, index in stops:
-                self.scheduler.finish(sequence_id, index, now, "stop")
+                self.scheduler.finish(sequence_id, index, now)
+            for sequence_id, index in ends.complete:
+                self.scheduler.finish(sequence_id, index, now, why="its grammar is complete")
             for request_id in failed:
                 self.scheduler.cancel(request_id, now, "its output failed")
             events = self.scheduler.take_events()
