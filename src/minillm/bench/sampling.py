@@ -3,8 +3,8 @@
 Rows of float32 logits at a real vocabulary's width (Qwen's 151,936: 0.6 MB a row), by batch size and kind of request.
 Three figures of each:
 
-- the kernels, replayed in a CUDA graph of up to 64 calls with logits of their own: together larger than the L2 cache from
-  8 rows on, and within it for one row, as the output head leaves it;
+- the kernels, replayed in a CUDA graph of up to 64 calls with logits of their own: together larger than the L2 cache
+  from 8 rows on, and within it for one row, as the output head leaves it;
 - the host's time of :meth:`Sampler.sample`: checks, one upload and the launches, nothing waited for;
 - the tensor path for the same rows, timed by events around a call, with a cold cache.
 
