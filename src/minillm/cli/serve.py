@@ -67,6 +67,7 @@ def serve(
         from minillm.server.app import create_app
         from minillm.server.lifecycle import address, listen
         from minillm.server.lifecycle import serve as serve_app
+        from minillm.server.metrics import EngineMetrics
     except ModuleNotFoundError as error:
         hint = "pip install 'minillm-runtime[server]'"
         raise ConfigError(f"the server needs the package {error.name}: {hint}") from None
@@ -85,7 +86,8 @@ def serve(
         metrics_prefix=metrics_prefix,
     )
     listener = listen(config)  # before the model is loaded: a port that is taken is known at once
-    with listener, open_runtime({"max_waiting": max_waiting, **engine}) as runtime:
-        app = create_app(runtime, config)
+    metrics = EngineMetrics()
+    with listener, open_runtime({"max_waiting": max_waiting, **engine}, metrics) as runtime:
+        app = create_app(runtime, config, metrics)
         names = ", ".join(app.state.server.model_names)
         serve_app(app, listener, on_ready=lambda: console.info(f"serving {names} at {address(listener)}"))

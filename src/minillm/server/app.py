@@ -19,27 +19,35 @@ from minillm.server.chat import Chat
 from minillm.server.completions import Completions
 from minillm.server.config import ServerConfig
 from minillm.server.errors import ApiError, as_api_error
+from minillm.server.exposition import Exposition, HttpMetrics
 from minillm.server.gate import Gate
 from minillm.server.generation import ReaderEndpoint
-from minillm.server.intake import detokenize, tokenize
 from minillm.server.state import ServerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from minillm.engine.runtime import Runtime
+    from minillm.server.metrics import EngineMetrics
 
 
-def create_app(runtime: Runtime, config: ServerConfig | None = None) -> FastAPI:
+def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: EngineMetrics | None = None) -> FastAPI:
     """The application around a running engine. `app.state.server` is its :class:`ServerState`.
 
-    The caller closes the runtime, after the application has ended.
+    `metrics` is the runtime's observer; without it there is no /metrics. The caller closes the runtime, after the
+    application has ended.
     """
     state = ServerState(runtime, config or ServerConfig())
+    exposition = None
+    if metrics is not None:
+        prefix = state.config.metrics_prefix
+        exposition = Exposition(runtime, metrics, model_name=state.model_names[0], prefix=f"{prefix}:")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        if exposition is not None:
+            exposition.close()
         await state.close()
 
     app = FastAPI(
@@ -52,6 +60,9 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None) -> FastAPI:
     app.state.server = state
     _add_routes(app, state)
     _add_error_handlers(app)
+    if exposition is not None:
+        app.add_route("/metrics", exposition.endpoint)
+        app.add_middleware(HttpMetrics, registry=exposition.registry)
     app.add_middleware(Gate, api_keys=state.config.api_keys)
     if state.config.cors_origins:
         app.add_middleware(
@@ -68,8 +79,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     for path, endpoint in (
         ("/v1/completions", Completions(state)),
         ("/v1/chat/completions", Chat(state)),
-        ("/tokenize", ReaderEndpoint(state, tokenize)),
-        ("/detokenize", ReaderEndpoint(state, detokenize)),
+        ("/tokenize", ReaderEndpoint(state, "tokenize")),
+        ("/detokenize", ReaderEndpoint(state, "detokenize")),
     ):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 

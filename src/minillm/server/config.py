@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from minillm.core.errors import ConfigError
 
 MIB = 1 << 20
+METRICS_PREFIXES = ("vllm", "minillm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class ServerConfig:
     metrics_prefix: str = "vllm"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics_prefix", self.metrics_prefix.removesuffix(":"))
+        if self.metrics_prefix not in METRICS_PREFIXES:
+            raise ConfigError(f"metrics_prefix={self.metrics_prefix!r} must be one of {', '.join(METRICS_PREFIXES)}")
         low, high = self.priority_range
         if low > high or not -(2**63) <= low <= high < 2**63:
             raise ConfigError(f"priority_range={low}:{high} must be LOW:HIGH with LOW <= HIGH, each of 64 bits")

@@ -32,7 +32,7 @@ class ServerState:
         self.intake = Intake(
             TextTools(
                 runtime.tokenizer,
-                runtime.config.chat_template,
+                runtime.chat_template,
                 runtime.max_model_len,
                 runtime.model_info.max_model_len_reduced,
                 self.model_names,
