@@ -60,6 +60,9 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call the server; may be repeated.")
     ] = None,
+    show_prompts: Annotated[
+        bool, typer.Option(help="Explanations of live requests show their prompts and outputs.")
+    ] = False,
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names: vllm or minillm.")] = "vllm",
 ) -> None:
     """Serve a model over HTTP, compatible with the OpenAI API."""
@@ -83,6 +86,7 @@ def serve(
         priority_range=parse_range(priority_range),
         grace=grace,
         cors_origins=tuple(cors_origin or ()),
+        show_prompts=show_prompts,
         metrics_prefix=metrics_prefix,
     )
     listener = listen(config)  # before the model is loaded: a port that is taken is known at once

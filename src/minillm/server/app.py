@@ -18,6 +18,7 @@ from minillm.server import sse
 from minillm.server.chat import Chat
 from minillm.server.completions import Completions
 from minillm.server.config import ServerConfig
+from minillm.server.dashboard import Dashboard
 from minillm.server.errors import ApiError, as_api_error
 from minillm.server.exposition import Exposition, HttpMetrics
 from minillm.server.gate import Gate
@@ -34,20 +35,23 @@ if TYPE_CHECKING:
 def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: EngineMetrics | None = None) -> FastAPI:
     """The application around a running engine. `app.state.server` is its :class:`ServerState`.
 
-    `metrics` is the runtime's observer; without it there is no /metrics. The caller closes the runtime, after the
-    application has ended.
+    `metrics` is the runtime's observer; without it there is no /metrics and no /dashboard. The caller closes the
+    runtime, after the application has ended.
     """
     state = ServerState(runtime, config or ServerConfig())
-    exposition = None
+    exposition = dashboard = None
     if metrics is not None:
-        prefix = state.config.metrics_prefix
-        exposition = Exposition(runtime, metrics, model_name=state.model_names[0], prefix=f"{prefix}:")
+        name = state.model_names[0]
+        exposition = Exposition(runtime, metrics, model_name=name, prefix=state.config.metrics_prefix)
+        dashboard = Dashboard(runtime, metrics, model_name=name, show_text=state.config.show_prompts)
+        state.on_drain.append(dashboard.close)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        if exposition is not None:
+        if exposition is not None and dashboard is not None:
             exposition.close()
+            dashboard.close()
         await state.close()
 
     app = FastAPI(
@@ -60,7 +64,9 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
     app.state.server = state
     _add_routes(app, state)
     _add_error_handlers(app)
-    if exposition is not None:
+    if exposition is not None and dashboard is not None:
+        app.state.dashboard = dashboard
+        app.include_router(dashboard.router())
         app.add_route("/metrics", exposition.endpoint)
         app.add_middleware(HttpMetrics, registry=exposition.registry)
     app.add_middleware(Gate, api_keys=state.config.api_keys)

@@ -21,6 +21,7 @@ class ServerConfig:
     - ``priority_range``: what clients' `priority` is clamped to; lower runs first.
     - ``grace``: seconds that running requests have to finish in after the first SIGTERM.
     - ``cors_origins``: origins whose pages may call the server; empty sends no CORS headers.
+    - ``show_prompts``: explanations of live requests show their prompts and outputs to whoever has a key.
     - ``metrics_prefix``: first part of the metrics' names, as `vllm` or `minillm`.
     """
 
@@ -34,6 +35,7 @@ class ServerConfig:
     priority_range: tuple[int, int] = (0, 100)
     grace: float = 30.0
     cors_origins: tuple[str, ...] = ()
+    show_prompts: bool = False
     metrics_prefix: str = "vllm"
 
     def __post_init__(self) -> None:

@@ -133,6 +133,8 @@ class Server(uvicorn.Server):
             logger.warning("draining: %d calls, up to %g s", self._state.num_calls, self._state.config.grace)
             self._state.draining = True
             self._drain = asyncio.get_running_loop().create_task(self._stop())
+            for close in self._state.on_drain:
+                close()
             if self._on_stop is not None:
                 self._on_stop()
 
