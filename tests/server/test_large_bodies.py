@@ -126,13 +126,8 @@ def test_a_terminal_ctrl_c_does_not_reach_the_process(server) -> None:
 def test_health_metrics_and_streams_go_on_while_a_large_body_is_read(folder: Path, content: str) -> None:
     """The bound is generous for busy machines; docs/server.md has what was measured."""
     runner = PacedRunner()
-    options = {
-        "tokenizer": load_tokenizer(folder),
-        "num_blocks": 4096,
-        "max_model_len": 2048,
-        "check_invariants": False,
-    }
-    with serving(runner, **options) as server:
+    pool = {"num_blocks": 4096, "max_model_len": 2048, "check_invariants": False}
+    with serving(runner, tokenizer=load_tokenizer(folder), **pool) as server:
         waits, gap, answer = observe(server, content)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert max(*waits.values(), gap) < 1.0, (waits, gap)
