@@ -13,7 +13,7 @@ def test_a_quarter_of_the_pool_preempts_both_ways_and_changes_no_token(tmp_path,
     if device == "cuda" and not _has_gpu():
         pytest.skip("no CUDA device")
     options = pressure.Options(
-        model="random:tiny", device=device, dtype="float32", requests=8, prompt=40, output=40, runs=1
+        model="random:tiny", device=device, dtype="float32", requests=8, prompt=(24, 48), output=(30, 50), runs=1
     )
     rows = pressure.measure(options, lambda text: None)
     assert [row["way"] for row in rows] == [pressure.ROOMY, pressure.SWAP, pressure.RECOMPUTE]
@@ -21,7 +21,7 @@ def test_a_quarter_of_the_pool_preempts_both_ways_and_changes_no_token(tmp_path,
     assert roomy["preemptions_swap"] == roomy["preemptions_recompute"] == 0
     assert swap["preemptions_swap"] > 0 and swap["swapped_bytes"] > 0
     assert recompute["preemptions_recompute"] > 0 and recompute["recomputed_tokens"] > 0
-    assert all(row["same_tokens"] == 1 and row["output_tokens"] == 8 * 40 for row in rows)
+    assert all(row["same_tokens"] == 1 and row["output_tokens"] == roomy["output_tokens"] for row in rows)
     path = tmp_path / "pressure.csv"
     common.write_csv(path, rows)
     program, saved = get_program("pressure"), common.read_csv(path)
@@ -38,7 +38,7 @@ def test_the_first_difference_ends_what_counts_as_the_same() -> None:
 def test_other_tokens_in_float32_are_an_error(monkeypatch) -> None:
     monkeypatch.setattr(pressure, "_agreement", lambda expected, found: 0.99)
     options = pressure.Options(
-        model="random:tiny", device="cpu", dtype="float32", requests=4, prompt=8, output=4, runs=1
+        model="random:tiny", device="cpu", dtype="float32", requests=4, prompt=(8, 9), output=(4, 5), runs=1
     )
     with pytest.raises(pressure.TokensDiffer, match="room for all"):
         pressure.measure(options, lambda text: None)

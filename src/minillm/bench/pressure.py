@@ -21,7 +21,7 @@ from minillm.bench.history import Figure
 from minillm.bench.models import open_model
 from minillm.bench.program import Cells, Program, Rows, provenance
 from minillm.bench.runs import drive, open_target
-from minillm.bench.workloads import Workload, fixed
+from minillm.bench.workloads import Workload, fixed, uniform
 from minillm.core.errors import MiniLLMError
 
 BLOCK_SIZE = 16
@@ -31,14 +31,14 @@ LEAST_RATIO = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to run; lengths in tokens."""
+    """What to run; lengths in tokens, drawn evenly. Outputs must outgrow what prompts leave free of the small pool."""
 
     model: str
     device: str
     dtype: str = "auto"
-    requests: int = 64
-    prompt: int = 4096
-    output: int = 256
+    requests: int = 48
+    prompt: tuple[int, int] = (2048, 6144)
+    output: tuple[int, int] = (256, 768)
     runs: int = 3
     seed: int = 0
 
@@ -50,13 +50,13 @@ class TokensDiffer(MiniLLMError):
 def measure(options: Options, progress: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """One row per way and run."""
     model = open_model(options.model, options.dtype, options.device)
-    longest = options.prompt + options.output
-    need = options.requests * -(-longest // BLOCK_SIZE)
-    work = fixed(options.requests, options.prompt, options.output, seed=options.seed)
+    work = uniform(options.requests, options.prompt, options.output, seed=options.seed)
+    longest = work.longest
+    need = sum(-(-(request.own_tokens + request.max_tokens) // BLOCK_SIZE) for request in work.requests)
     rows: list[dict[str, Any]] = []
     expected: list[list[int]] = []
     for way in (ROOMY, SWAP, RECOMPUTE):
-        blocks = need + options.requests if way == ROOMY else need // 4
+        blocks = need + 2 * options.requests if way == ROOMY else need // 4
         swap_bytes = 0.0 if way != SWAP else need * _block_bytes(model) / (1 << 30)
         with open_target(
             model,
@@ -79,8 +79,7 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
                     "way": way,
                     "run": run,
                     "blocks": blocks,
-                    "prompt": options.prompt,
-                    "output": options.output,
+                    "workload": work.source,
                     "same_tokens": round(_agreement(expected, result.outputs), 4),
                     **result.figures(),
                     "seed": options.seed,
@@ -102,7 +101,7 @@ def _block_bytes(model: Any) -> int:
 
 
 def _warm_up(options: Options) -> Workload:
-    return fixed(options.requests, min(64, options.prompt), min(16, options.output), seed=options.seed + 1)
+    return fixed(options.requests, min(64, *options.prompt), min(16, *options.output), seed=options.seed + 1)
 
 
 def _agreement(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> float:
@@ -150,7 +149,7 @@ def tables(rows: Rows) -> dict[str, Cells]:
             ]
         )
     row = rows[0]
-    what = f"{row['model']}, {row['dtype']}, {row['requests']} requests of {row['prompt']} + {row['output']} tokens"
+    what = f"{row['model']}, {row['dtype']}, {row['workload']}"
     columns = ["pool", "blocks", "output tok/s: median (range)", "of room for all", "mean batch", "preemptions"]
     return {f"{what} ({provenance(rows)})": ([*columns, "swapped, GB", "recomputed tokens", "same tokens"], lines)}
 
@@ -198,6 +197,6 @@ PROGRAM = Program(
     tables=tables,
     plots={"": draw},
     figures=figures,
-    settings=lambda rows: f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['requests']} x {rows[0]['prompt']}",
+    settings=lambda rows: f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['workload']}",
     verdicts=verdicts,
 )

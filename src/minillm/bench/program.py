@@ -77,6 +77,7 @@ PROGRAMS = {
     "sla-model": "sla_program:MODEL_PROGRAM",
     "prefix": "prefix_program:PROGRAM",
     "prefix-model": "prefix_program:MODEL_PROGRAM",
+    "serve": "serve:PROGRAM",
     "cpu": "saved_programs:CPU",
     "scheduler": "saved_programs:SCHEDULER",
     "engine": "engine_bench:PROGRAM",

@@ -260,12 +260,14 @@ def pressure(
     ] = None,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
-    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 64; CPU: 16]", show_default=False)] = None,
+    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 48; CPU: 16]", show_default=False)] = None,
     prompt: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens [GPU: 4096; CPU: 96].", show_default=False)
+        tuple[int, int] | None,
+        typer.Option(help="Prompt tokens, from and to [GPU: 2048 6144; CPU: 32 96].", show_default=False),
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Output tokens [GPU: 256; CPU: 48].", show_default=False)
+        tuple[int, int] | None,
+        typer.Option(help="Output tokens, from and to [GPU: 256 768; CPU: 32 64].", show_default=False),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Of each way; figures are medians.")] = 3,
     seed: Seed = 0,
@@ -283,9 +285,9 @@ def pressure(
             model=model or ("random:tiny" if small else "random:qwen3-0.6b"),
             device=where,
             dtype=dtype,
-            requests=requests or (16 if small else 64),
-            prompt=prompt or (96 if small else 4096),
-            output=output_tokens or (48 if small else 256),
+            requests=requests or (16 if small else 48),
+            prompt=prompt or ((32, 96) if small else (2048, 6144)),
+            output=output_tokens or ((32, 64) if small else (256, 768)),
             runs=runs,
             seed=seed,
         )
@@ -358,7 +360,7 @@ QUICK: dict[str, list[str]] = {
         "3",
     ],
     "latency": ["--model", "random:tiny", "--repeats", "3", "--output-tokens", "17"],
-    "pressure": ["--requests", "8", "--prompt", "40", "--output-tokens", "40", "--runs", "1"],
+    "pressure": ["--requests", "8", "--prompt", "24", "48", "--output-tokens", "30", "50", "--runs", "1"],
     "startup": ["--model", "random:tiny", "--runs", "1"],
     **{name: ["--quick"] for name in ("sla", "sla-model", "prefix", "prefix-model")},
     "scheduler": ["--running", "1", "--running", "16", "--running", "64", "--steps", "300"],

@@ -61,7 +61,10 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose pages may call the server; may be repeated.")
     ] = None,
     show_prompts: Annotated[
-        bool, typer.Option(help="Explanations of live requests show their prompts and outputs.")
+        bool,
+        typer.Option(
+            "--show-prompts", help="Show prompts and outputs of live requests in /v1/requests and /dashboard."
+        ),
     ] = False,
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names: vllm or minillm.")] = "vllm",
 ) -> None:

@@ -31,6 +31,7 @@ from minillm.attention.cuda_launch import memcpy_async
 from minillm.core.errors import ConfigError
 from minillm.memory import cuda_kv_ops
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache, lazy_zeros
+from minillm.memory.pinned import PinnedMemory
 from minillm.memory.staging import PinnedUpload, StagingRing
 
 GIB = 1 << 30
@@ -75,7 +76,8 @@ class SwapSpace:
         shape = (num_slots, spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
         try:
             if self.pinned:
-                self._host = torch.empty(shape, dtype=spec.dtype, pin_memory=True)
+                self._memory = PinnedMemory(num_slots * spec.bytes_per_block)
+                self._host = self._memory.tensor.view(spec.dtype).view(*shape)
             else:
                 self._host = lazy_zeros(shape, spec.dtype)
         except (MemoryError, RuntimeError) as error:

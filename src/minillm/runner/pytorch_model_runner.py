@@ -170,6 +170,13 @@ class PyTorchModelRunner:
         return 0 if self.cuda_forward is None else self.cuda_forward.graph_bytes
 
     @torch.inference_mode()
+    def reserve(self, plan: StepPlan) -> None:
+        """Take the memory that attention plans for `plan`, without running it."""
+        if self._asynchronous:
+            with self._device.active():
+                self._attention(self.builder.build(plan).metadata)
+
+    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepHandle:
         """Copies, assignments and the forward pass of `plan`."""
         if self._closed:

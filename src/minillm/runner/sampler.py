@@ -216,6 +216,7 @@ class Sampler:
         self._workspace = Workspace(self.state.device)
         self._groups: list[_Group] = []
         self._groups_of: tuple[int, bytes] = (-1, b"")
+        self._last_rows: tuple[list[int], np.ndarray] = ([], np.empty(0, dtype=np.int64))
         self._kinds: RowKinds | None = None
         self._kinds_of: tuple[int, bytes] = (-1, b"")
         invalid = sorted(set(invalid_token_ids))
@@ -242,7 +243,7 @@ class Sampler:
         come, bool [R, V] or a bitmask int32 [R, ceil(V / 32)] (bit i of word w is token 32 w + i). The same slot may
         come more than once.
         """
-        row_array = np.asarray(rows, dtype=np.int64)
+        row_array = self._row_array(rows)
         index_array = np.asarray(indices, dtype=np.int64)
         self._check(logits, len(row_array), len(index_array))
         if not len(row_array):
@@ -266,6 +267,16 @@ class Sampler:
             scored = _take(logits, kinds.scored, kinds.scored_on_device)
             logprobs = compute_logprobs(scored, tokens[kinds.scored_on_device], kinds.num_logprobs)
         return SampleResult(tokens, failed, logprobs, kinds.scored.tolist())
+
+    def _row_array(self, rows: Sequence[int]) -> np.ndarray:
+        """`rows` as int64 [R]; in decoding they are mostly those of the last call, and comparing lists is cheap."""
+        if not isinstance(rows, list):
+            return np.asarray(rows, dtype=np.int64)
+        known, array = self._last_rows
+        if rows != known:
+            array = np.array(rows, dtype=np.int64)
+            self._last_rows = (list(rows), array)
+        return array
 
     def kinds(self, rows: np.ndarray) -> RowKinds:
         """What these rows (slots, int64 [R], R > 0) ask for; ValueError if one is not assigned."""

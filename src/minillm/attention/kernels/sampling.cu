@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kThreads) sample_mass(const Call call) {
     __shared__ u32 counts[kBins], low[kBins], high[kBins];
     let_next_grid_start();
     wait_for_previous_grid();
-    const int row = blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
+    // The last rows come first: they are in the cache since the launch before, and the first will be for the next one.
+    const int row = gridDim.y - 1 - blockIdx.y, split = blockIdx.x, split_ids = call.tiles * kTile;
     const Row state = call.rows[row];
     if (state.mode == kDone) return;
     const bool filtered = state.mode == kFiltered;
@@ -310,34 +311,35 @@ __global__ void __launch_bounds__(kThreads) sample_cut(const Call call) {
     }
 }
 
-// Calls visit(logit, order, weight) for all tokens of a row that have weight.
+// Calls visit(logit, id) for the ids below `end` and up to a few above, whose logit is -inf.
 template <typename T, typename Visit>
-__device__ __forceinline__ void for_each_token(const Logits<T>& logits, const Weigher& weigh, Visit visit) {
+__device__ __forceinline__ void for_each_token(const Logits<T>& logits, Visit visit) {
     constexpr int kLoads = 8;
     for (int first = threadIdx.x; first < logits.end; first += kLoads * kSearchThreads) {
         float value[kLoads];
         logits.strided(first, kSearchThreads, value);
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            const u64 weight = weigh(value[i]);
-            if (weight) visit(value[i], order_of(value[i], first + i * kSearchThreads), weight);
-        }
+        for (int i = 0; i < kLoads; ++i) visit(value[i], first + i * kSearchThreads);
     }
 }
 
 // The order of the token at which `limit` of the measure (tokens, or their weight) is reached: the greatest order such
-// that tokens of that order or higher have that much. It is in [from, last]. Four bits a pass over the row.
+// that tokens of that order or higher have that much. It is in [from, last], and `beyond` is the measure above `last`.
+// Four bits a pass over the row: tokens below the orders in question, and those above, which are counted already, cost
+// no more than being read.
 template <bool Count, typename T>
-__device__ u64 search_order(const Logits<T>& logits, const Weigher& weigh, u64 limit, u64 from, u64 last) {
+__device__ u64 search_order(const Logits<T>& logits, const Weigher& weigh, u64 limit, u64 from, u64 last, u64 beyond) {
     constexpr int kPivots = 15, kWarps = kSearchThreads / kWarp;
     __shared__ u64 parts[kPivots][kWarps], totals[kPivots];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int bits = 64 - __clzll(i64(last - from));
     for (int shift = (bits + 3) / 4 * 4 - 4; shift >= 0; shift -= 4) {
         u64 sums[kPivots] = {};
-        for_each_token(logits, weigh, [&](float, u64 order, u64 weight) {
-            if (order < from) return;
-            const u64 steps = (order - from) >> shift, amount = Count ? 1 : weight;
+        for_each_token(logits, [&](float logit, int id) {
+            const u64 order = order_of(logit, id);
+            if (order < from || order > last) return;
+            const u64 amount = Count ? 1 : weigh(logit);
+            const int steps = int((order - from) >> shift);
 #pragma unroll
             for (int i = 0; i < kPivots; ++i) sums[i] += steps > i ? amount : 0;
         });
@@ -354,8 +356,12 @@ __device__ u64 search_order(const Logits<T>& logits, const Weigher& weigh, u64 l
         __syncthreads();
         int most = 0;
 #pragma unroll
-        for (int i = 0; i < kPivots; ++i) most += totals[i] >= limit;
+        for (int i = 0; i < kPivots; ++i) most += beyond + totals[i] >= limit;
         from += u64(most) << shift;
+        if (most < kPivots) {
+            beyond += totals[most];
+            last = min(last, from + (u64(1) << shift) - 1);
+        }
     }
     return from;
 }
@@ -391,21 +397,21 @@ __global__ void __launch_bounds__(kSearchThreads) sample_search(const Call call,
     };
     // The bins tell between which orders the cuts are.
     u64 least = ~0ull, most = 0;
-    for_each_token(logits, weigh, [&](float logit, u64 order, u64) {
+    for_each_token(logits, [&](float logit, int id) {
         const int bin = bin_of(state, logit);
-        if (bin < state.first_bin || bin > state.last_bin) return;
-        least = min(least, order);
-        most = max(most, order);
+        if (bin < state.first_bin || bin > state.last_bin || !weigh(logit)) return;
+        least = min(least, order_of(logit, id));
+        most = max(most, order_of(logit, id));
     });
     least = ~block_reduce<kSearchThreads>(~least, Max());
     most = block_reduce<kSearchThreads>(most, Max());
     u64 cut = least, total = state.total;
     if (state.top_k < kNoTopK) {
-        cut = search_order<true>(logits, weigh, state.top_k, cut, most);
+        cut = search_order<true>(logits, weigh, state.top_k, cut, most, state.count_before);
         total = weigh_splits(cut);
     }
     if (state.top_p < 1.0) {
-        cut = search_order<false>(logits, weigh, mass_limit(total, state.top_p), cut, most);
+        cut = search_order<false>(logits, weigh, mass_limit(total, state.top_p), cut, most, state.mass_before);
         weigh_splits(cut);
     }
     draw<kSearchThreads>(state, logits, cut, sums, splits, split_ids, call.tokens + row);
