@@ -50,7 +50,7 @@ class Tab:
         self.wait("page.frame !== null && !page.drawing")
 
     def wait(self, condition: str) -> None:
-        """Wait for a condition in the page; playwright's own way evaluates text there, which the page's policy forbids."""
+        """Wait for a condition in the page (playwright's own way needs eval there, which the page's policy forbids)."""
         end = time.monotonic() + PATIENCE / 1000
         while not self.page.evaluate(f"Boolean({condition})"):
             assert time.monotonic() < end, f"{condition} did not come true"
