@@ -132,6 +132,7 @@ def test_an_output_is_json_and_ends_where_it_is_complete(overlap: bool) -> None:
         assert choice.token_ids[-1] in letters("}"), "it ends with its last token, without an EOS"
         check_events(driver.events[name], output)
     assert len({json.dumps(value) for value in values}) > 4
+    assert "its grammar is complete" in driver.engine.explain("r0")
     assert driver.engine.grammars.num_live == 0
     finished(driver)
 
