@@ -40,11 +40,12 @@ def save_tiny_model(folder: Path, family: str = "llama", **options: Any) -> Path
         settings["sliding_window"] = 12
     torch.manual_seed(11)
     model_class(config_class(**{**settings, **options})).save_pretrained(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return folder
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
+    """A word-level tokenizer of VOCAB tokens `t0`, `t1`, ..."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

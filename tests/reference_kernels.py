@@ -10,7 +10,7 @@ from torch import Tensor
 
 import reference_ops
 from minillm.attention.cuda import CudaMetadata
-from minillm.attention.cuda_prepare import HEADER_INTS, UPDATE_INTS, DecodeBuffers
+from minillm.attention.cuda_prepare import COLUMNS, HEADER_INTS, UPDATE_INTS, DecodeBuffers
 from minillm.attention.interface import LayerAttention
 from minillm.attention.reference import paged_attention_reference
 
@@ -22,6 +22,7 @@ class ReferenceKernels:
         self.plans = 0
         self.calls: list[tuple[str, int]] = []
         self.prepared: list[int] = []
+        self.layout: object | None = "fixed"
         self._meta: CudaMetadata | None = None
 
     def plan(self, meta: CudaMetadata) -> None:
@@ -33,6 +34,10 @@ class ReferenceKernels:
         ]
         assert meta.host_query_start.tolist() == meta.prefill_query_start.tolist()
         assert meta.host_context_lens.tolist() == meta.context_lens.tolist()[meta.num_decodes :]
+
+    @property
+    def prefill_layout(self) -> object | None:
+        return self.layout
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         block_size = k_cache.shape[2]
@@ -55,7 +60,8 @@ class ReferenceKernels:
         assert self._meta is not None
         queries = self._meta.prefill_query_start.diff().tolist()
         lens = self._meta.context_lens[self._meta.num_decodes :].tolist()
-        self._attend("prefill", q, k_cache, v_cache, tables, queries, lens, params, out)
+        tokens = sum(queries)  # behind them there may be padding
+        self._attend("prefill", q[:tokens], k_cache, v_cache, tables, queries, lens, params, out[:tokens])
 
     def _attend(
         self,
@@ -92,7 +98,9 @@ class ReferenceKernels:
         count, num_updates = step[:2]
         assert count <= num_rows <= stride
         rows, tokens, positions = (step[HEADER_INTS + i * stride :][:count] for i in range(3))
-        updates = torch.tensor(step[HEADER_INTS + 3 * stride :][: UPDATE_INTS * num_updates]).view(-1, UPDATE_INTS)
+        updates = torch.tensor(step[HEADER_INTS + COLUMNS * stride :][: UPDATE_INTS * num_updates]).view(
+            -1, UPDATE_INTS
+        )
         seen = set()
         for row, index, block in updates.tolist():
             assert row in rows and (row, index) not in seen  # the row's own thread block applies it; in any order

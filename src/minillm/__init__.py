@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minillm.core.request import Request as Request
     from minillm.core.sampling_params import SamplingParams as SamplingParams
+    from minillm.core.structured_outputs import StructuredOutputs as StructuredOutputs
     from minillm.engine.config import EngineConfig as EngineConfig
     from minillm.engine.llm import LLM as LLM
     from minillm.engine.outputs import CompletionOutput as CompletionOutput
@@ -23,6 +24,7 @@ _MODULES = {
     "Runtime": "minillm.engine.runtime",
     "EngineConfig": "minillm.engine.config",
     "SamplingParams": "minillm.core.sampling_params",
+    "StructuredOutputs": "minillm.core.structured_outputs",
     "Request": "minillm.core.request",
     "RequestOutput": "minillm.engine.outputs",
     "CompletionOutput": "minillm.engine.outputs",

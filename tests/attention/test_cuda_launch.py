@@ -82,7 +82,7 @@ def test_every_thread_packs_into_memory_of_its_own():
 class RecordingKernel:
     """Stands in for a kernel on the device: reads its arguments as the driver would."""
 
-    device_index, name, _function = 0, "recording", None
+    device_index, name, _function, _takes_dependents = 0, "recording", None, True
 
     def __init__(self) -> None:
         self.launches: list[list[int]] = []
@@ -104,8 +104,8 @@ class RecordingKernel:
 
 def test_a_prepared_launch_changes_addresses_alone_and_configures_once_a_stream(monkeypatch):
     stream = [7]
-    monkeypatch.setattr(cuda_launch, "_current_device", lambda: 0)
-    monkeypatch.setattr(cuda_launch, "_current_raw_stream", lambda index: stream[0])
+    monkeypatch.setattr(cuda_launch, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_launch, "current_raw_stream", lambda index: stream[0])
     monkeypatch.setattr(cuda_launch, "ensure_context", lambda index: None)
     kernel = RecordingKernel()
     scalars = (np.int32(-3), np.int64(1 << 40), np.float32(0.5))

@@ -257,7 +257,7 @@ def test_any_value_is_either_refused_with_the_typed_error_or_stored_in_plain_typ
     try:
         params = SamplingParams(**fields)
     except InvalidParameterError as error:
-        assert error.field in fields
+        assert error.field.partition(".")[0] in fields
         return
     for name, low_high in NUMBERS.items():
         value = getattr(params, name)

@@ -139,6 +139,12 @@ def test_arrays_arrive_with_their_shape_and_dtype(make) -> None:
             assert tensor.numpy().dtype == array.dtype
 
 
+def test_an_array_goes_into_the_start_of_a_tensor() -> None:
+    target = torch.full((6,), -1, dtype=torch.int32)
+    HostUpload().into(target, np.array([5, 6, 7], dtype=np.int32))
+    assert target.tolist() == [5, 6, 7, -1, -1, -1]
+
+
 def test_packed_transfers_reuse_their_place_and_single_ones_do_not() -> None:
     upload = pinned_upload()
     first = upload.together([np.arange(4), np.arange(3)])
@@ -166,6 +172,7 @@ def test_transfers_on_a_gpu_wait_for_nothing_and_bring_what_was_staged() -> None
     device = torch.device("cuda")
     upload = PinnedUpload(device, StagingRing(1 << 12, 3))
     total = torch.zeros(64, dtype=torch.int64, device=device)
+    place = torch.zeros_like(total)
     busy = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -174,7 +181,8 @@ def test_transfers_on_a_gpu_wait_for_nothing_and_bring_what_was_staged() -> None
             if step % 50 == 0:
                 busy = busy @ busy.clamp(-1e-3, 1e-3)  # the device falls behind, the slabs go round
             array = np.full(64, step)
-            total += upload(array) + upload.together([array, np.arange(3)])[0]
+            upload.into(place, array)
+            total += upload(array) + upload.together([array, np.arange(3)])[0] + place - array[0].item()
             array.fill(-(10**9))
         host = to_pinned(total)
         done = torch.cuda.Event()

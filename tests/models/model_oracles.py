@@ -29,6 +29,8 @@ class ContiguousAttention:
         options = self.layers[layer]
         repeat = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeat, 1)) * options.scale
+        if options.soft_cap is not None:
+            scores = options.soft_cap * (scores / options.soft_cap).tanh()
         position = torch.arange(keys.shape[0])
         query_position = position[keys.shape[0] - q.shape[0] :, None]
         visible = position <= query_position

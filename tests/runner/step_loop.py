@@ -80,7 +80,7 @@ def windowed_reference() -> Any:
     ).eval()
 
 
-def wide_head_reference() -> Any:
+def wide_head_reference(head_dim: int = 32) -> Any:
     """A random Qwen3 with head_dim 32 where hidden / heads is 16, and q/k norms."""
     import transformers
 
@@ -93,7 +93,7 @@ def wide_head_reference() -> Any:
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=32,
+            head_dim=head_dim,
             initializer_range=0.15,
             attn_implementation="eager",
             eos_token_id=None,

@@ -16,7 +16,10 @@ from minillm.attention.cuda_prepare import HEADER_INTS, DecodeBuffers, pack_step
 from minillm.core.plan import DecodeBatch, StepPlan, TableUpdate
 from minillm.models.cuda_decoder import why_not
 from minillm.models.decoder import Decoder
+from minillm.runner.cuda_graphs import StepGraphs
+from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.pytorch_model_runner import NOT_FINITE
+from minillm.runner.short_prefill import SIZES, sizes_for
 from reference_kernels import ReferenceKernels, ReferenceOps
 
 cuda = pytest.mark.cuda
@@ -40,14 +43,17 @@ def make(device: str, model: Any = None, **options: Any) -> Loop:
 # ---- The message and the kernel --------------------------------------------------------------------------------------
 
 
-def test_the_message_has_a_header_three_columns_and_the_updates():
-    updates = np.array([[5, 2, 70], [1, 0, 9]], dtype=np.int32)
-    message = pack_step([5, 1, 3], [-1, 20, 30], [47, 0, 11], updates, 8)
+def test_the_message_has_a_header_four_columns_and_the_updates():
+    message = pack_step([5, 1, 3], [-1, 20, 30], [47, 0, 11], [6, 1, 2], [5, 2, 70, 1, 0, 9], 8)
     assert message.dtype == np.int32
     assert message[:HEADER_INTS].tolist() == [3, 2, 0, 0]
-    columns = message[HEADER_INTS : HEADER_INTS + 24].reshape(3, 8)
-    assert columns[:, :3].tolist() == [[5, 1, 3], [-1, 20, 30], [47, 0, 11]]
-    assert message[HEADER_INTS + 24 :].tolist() == [5, 2, 70, 1, 0, 9]
+    columns = message[HEADER_INTS : HEADER_INTS + 32].reshape(4, 8)
+    assert columns[:, :3].tolist() == [[5, 1, 3], [-1, 20, 30], [47, 0, 11], [6, 1, 2]]
+    buffers = DecodeBuffers(8, 3, torch.device("cpu"))
+    buffers.step[: len(message)] = torch.from_numpy(message)
+    assert buffers.sent_rows[:3].tolist() == [5, 1, 3]
+    assert buffers.output_indices[:3].tolist() == [6, 1, 2]
+    assert message[HEADER_INTS + 32 :].tolist() == [5, 2, 70, 1, 0, 9]
 
 
 def prepared(device: str, count: int, num_rows: int, seed: int = 0) -> tuple[DecodeBuffers, torch.Tensor]:
@@ -64,8 +70,8 @@ def prepared(device: str, count: int, num_rows: int, seed: int = 0) -> tuple[Dec
     positions = torch.randint(0, width * block_size, (count,), generator=generator).tolist()
     updates = [[row, p // block_size, 2000 + row] for row, p in zip(rows[::2], positions[::2], strict=True)]
     updates += [[row, 0, 3000 + row] for row, p in zip(rows[::2], positions[::2], strict=True) if p >= block_size]
-    array = np.array(updates, dtype=np.int32).reshape(-1, 3)
-    message = torch.from_numpy(pack_step(rows, tokens, positions, array, buffers.capacity))
+    flat = [number for update in updates for number in update]
+    message = torch.from_numpy(pack_step(rows, tokens, positions, [1] * count, flat, buffers.capacity))
     buffers.step[: len(message)] = message.to(device)
     prepare = prepare_decode if device == "cuda" else ReferenceKernels().prepare_decode
     prepare(num_rows, buffers, tables, last_tokens, block_size)
@@ -101,6 +107,15 @@ def test_a_step_is_refused_that_the_buffers_do_not_hold():
             prepare_decode(rows, buffers, tables, tokens, 8)
     with pytest.raises(ValueError, match="tables has shape"):
         prepare_decode(1, buffers, tables[:, :2].contiguous(), tokens, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_with_a_number_that_is_not_finite_are_flagged(device, dtype):
+    rows = torch.full((6, 300), torch.finfo(dtype).max, dtype=dtype)
+    rows[1, 299], rows[3, 0], rows[4, 100] = torch.nan, torch.inf, -torch.inf
+    flags = torch.ones(6, dtype=torch.bool, device=device)
+    assert flag_not_finite(rows.to(device), flags).tolist() == [False, True, False, True, True, False]
+    assert flags.tolist() == [False, True, False, True, True, False]
 
 
 # ---- Steps -----------------------------------------------------------------------------------------------------------
@@ -184,6 +199,73 @@ def test_models_that_cannot_be_fused_say_why():
     assert isinstance(decoder, Decoder)
 
 
+# ---- Short prefills --------------------------------------------------------------------------------------------------
+
+
+class CountingGraphs(StepGraphs):
+    """Notes the sizes that run, and how often all graphs were dropped."""
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        super().__init__(graphs.sizes, None)
+        self.ran: list[int] = []
+        self.dropped = 0
+
+    def run(self, size, step):
+        self.ran.append(size)
+        super().run(size, step)
+
+    def forget(self):
+        self.dropped += 1
+        super().forget()
+
+
+def test_short_prefills_are_padded_and_give_the_tokens_of_long_ones():
+    results = []
+    for budget, layout in ((400, "fixed"), (400, None), (40, "fixed")):
+        loop = make("cpu", num_blocks=200, options={"max_num_batched_tokens": budget})
+        loop.runner_options["kernels"].layout = layout
+        short = loop.runner.cuda_forward.short_prefill
+        short.graphs = CountingGraphs(short.graphs)
+        for i, length in enumerate((5, 33, 60, 90)):
+            loop.submit(f"{i}", prompt(length, i), max_tokens=4)
+        results.append(loop.run())
+        loop.submit("4", prompt(150, 4), max_tokens=4)
+        results[-1].update(loop.run())
+        if layout is None:  # launches that no graph can hold
+            assert short.graphs.ran == []
+        elif budget == 400:
+            assert short.graphs.ran == [192, 192]
+            assert short.graphs.dropped == 1  # there was none to drop yet
+        else:  # the steps between have decode rows beside the chunks
+            assert short.graphs.ran[0] == 64
+    assert results[0] == results[1] == results[2]
+
+
+def test_graphs_of_short_prefills_are_dropped_when_the_lists_that_they_read_move():
+    loop = make("cpu", num_blocks=200)
+    short = loop.runner.cuda_forward.short_prefill
+    short.graphs = CountingGraphs(short.graphs)
+    for i, layout in enumerate((1, 1, 2, 2, 1)):
+        loop.runner_options["kernels"].layout = layout
+        loop.submit(f"{i}", prompt(20, i), max_tokens=1)
+        loop.run()
+    assert short.graphs.ran == [32] * 5
+    assert short.graphs.dropped == 3
+
+
+def test_a_larger_model_has_fewer_sizes_of_short_prefills():
+    class Shape:
+        def __init__(self, hidden: int) -> None:
+            linear = type("Linear", (), {"in_features": hidden, "out_features": 4 * hidden})()
+            layer = dict.fromkeys(("qkv", "output", "gate_up", "down"), linear)
+            self.model = type("Model", (), {"layers": [type("Layer", (), layer)()]})()
+
+    small, large, huge = (sizes_for(Shape(hidden)) for hidden in (512, 4096, 1 << 16))
+    assert small == list(SIZES)
+    assert large == [size for size in SIZES if size <= 128]
+    assert huge == [16]
+
+
 # ---- Graphs ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +299,27 @@ def test_graphs_give_the_tokens_of_launches(dtype, reference):
 
 
 @cuda
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_short_prefills_in_graphs_give_the_tokens_of_launches(head_dim):
+    """Several chunks of a step, cached prefixes in front of them, and lengths that change from replay to replay."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = decoder_of(wide_head_reference(head_dim), torch.bfloat16, "cuda")
+    tokens = []
+    for eager in (True, False):
+        loop = make("cuda", model, num_blocks=400, block_size=16, runner_options={"enforce_eager": eager})
+        for round_ in range(4):
+            for i in range(1 + round_):
+                shared = prompt(48, 9) if round_ % 2 else []
+                loop.submit(f"{round_} {i}", shared + prompt(30 + 11 * i + 7 * round_, i), max_tokens=3)
+            loop.run()
+        captured = loop.runner.cuda_forward.short_prefill.graphs.captured
+        assert bool(captured) != eager
+        tokens.append(dict(loop.tokens))
+    assert tokens[0] == tokens[1]
+
+
+@cuda
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_graphs_under_memory_pressure_give_the_same_tokens(mode):
     if not torch.cuda.is_available():
@@ -229,6 +332,18 @@ def test_graphs_under_memory_pressure_give_the_same_tokens(mode):
     counters = loop.scheduler.counters
     assert counters.preemptions_swap + counters.preemptions_recompute > 0
     assert len(loop.runner.cuda_forward.graphs.captured) > 2
+
+
+@cuda
+def test_warming_up_captures_all_sizes_and_changes_no_token():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = decoder_of(tiny_reference(), device="cuda")
+    warm, cold = make("cuda", model), make("cuda", model)
+    warm.runner.warm_up()
+    assert warm.runner.cuda_forward.graphs.captured == [1, 2, 4, 8, 16]
+    assert not warm.cache.store[:, :, 0].any()
+    assert all_tokens(warm, passes=1) == all_tokens(cold, passes=1)
 
 
 @cuda

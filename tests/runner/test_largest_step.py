@@ -7,7 +7,12 @@ import torch
 from step_loop import Loop, decoder_of, prompt, tiny_reference
 
 from minillm.memory.paged_kv_cache import PagedKVCache
-from minillm.runner.largest_step import largest_decode, largest_prefill, run_largest_step
+from minillm.runner.largest_step import (
+    largest_decode,
+    largest_prefill,
+    run_largest_step,
+    short_chunks_on_long_contexts,
+)
 from minillm.runner.pytorch_model_runner import PyTorchModelRunner, kv_cache_spec
 from reference_kernels import ReferenceKernels
 
@@ -54,3 +59,11 @@ def test_what_does_not_run_is_an_error_then_and_there(monkeypatch):
     monkeypatch.setattr(loop.runner.model, "forward", no_memory)
     with pytest.raises(RuntimeError, match="60 tokens and 16 sequences: OutOfMemoryError: CUDA out of memory"):
         run_largest_step(loop.runner, max_num_seqs=16, max_tokens=60, max_model_len=60, block_size=8)
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "length"), [(256, 8192, 40_960), (8, 5, 64), (4, 4096, 100)])
+def test_short_chunks_fill_the_budget_with_every_sequence_at_its_longest(seqs: int, tokens: int, length: int) -> None:
+    plan = short_chunks_on_long_contexts(seqs, tokens, length, 16)
+    assert len(plan.prefills) == min(seqs, tokens) and plan.num_tokens <= tokens
+    assert all(chunk.end == length and len(chunk.token_ids) == chunk.end - chunk.start for chunk in plan.prefills)
+    assert all(len(chunk.block_table) == -(-length // 16) for chunk in plan.prefills)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from step_loop import (
@@ -354,7 +355,7 @@ def test_allowed_masks_bound_what_is_sampled(model):
     loop.submit("b", prompt(6, 2))
     plan = loop.scheduler.schedule(1.0)
     handle = loop.runner.forward(plan)
-    masks = torch.zeros(2, VOCAB, dtype=torch.bool)
+    masks = np.zeros((2, VOCAB), dtype=bool)
     masks[0, 17] = masks[1, 99] = True
     loop.runner.sample(handle, masks)
     assert loop.runner.collect(handle).token_ids == [[17], [99]]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +66,12 @@ class AttentionKernels(Protocol):
 
     def plan(self, meta: CudaMetadata) -> None:
         """Prepare what depends on the step alone; called once a step, before any layer."""
+        ...
+
+    @property
+    def prefill_layout(self) -> object | None:
+        """Equal for two planned steps whose launches for equally many rows differ in nothing; None if there may be
+        none that is equal."""
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -153,6 +159,23 @@ class CudaAttention:
         return self
 
     @property
+    def prefill_layout(self) -> object | None:
+        """What launches of the step's prefill depend on beside its rows, once begun; None: on more than a graph can
+        hold."""
+        return self._kernels.prefill_layout
+
+    def settle(self, slot_mapping: Tensor, tables: Tensor) -> None:
+        """Have the step's launches read these slots, padding included, and its tables at this place from now on.
+
+        `tables` int32 [max_num_seqs, table_width] is filled.
+        """
+        meta, step_tables = self._meta, self._step_tables
+        assert meta is not None
+        tables[: len(step_tables), : step_tables.shape[1]].copy_(step_tables)
+        self._step_tables = tables[: len(step_tables)]
+        self._meta = replace(meta, slot_mapping=slot_mapping)
+
+    @property
     def slot_mapping(self) -> Tensor:
         """int64 [T]: KV slots of the step's tokens."""
         assert self._meta is not None
@@ -230,6 +253,12 @@ class CudaKernels:
     def prefill_is_tuned(self) -> bool:
         """Whether prefill chunks go through the tuned kernel."""
         return self._prefill_plan is not None
+
+    @property
+    def prefill_layout(self) -> object | None:
+        """The place of the prefill plan's lists; the simple kernel and pieces of long contexts depend on lengths."""
+        plan = self._prefill_plan
+        return None if plan is None or plan.num_splits else plan.version
 
     def plan(self, meta: CudaMetadata) -> None:
         """Let the tuned kernels plan the step."""

@@ -66,7 +66,9 @@ KERNEL_MODULES = (
     "minillm.attention.cuda_prefill",
     "minillm.attention.cuda_prepare",
     "minillm.memory.cuda_kv_ops",
+    "minillm.runner.cuda_sampling",
     "minillm.models.cuda_ops",
+    "minillm.runner.finite_rows",
 )
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""
 

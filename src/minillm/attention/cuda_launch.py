@@ -35,8 +35,8 @@ _MOST_CONFIGS = 1024
 
 Dim = tuple[int, int, int] | tuple[int, int] | tuple[int] | int
 
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """The calls behind torch.cuda.current_device and current_stream, without building Python objects (1.5 us less)."""
 
 
@@ -237,11 +237,11 @@ class Kernel:
         if shared_bytes > self._shared_limit:
             self.set_max_shared(shared_bytes)
         if stream is None:
-            stream = _current_raw_stream(self.device_index)
+            stream = current_raw_stream(self.device_index)
         elif not isinstance(stream, int):
             stream = stream.cuda_stream
         packer.pack(args)
-        if _current_device() != self.device_index:
+        if current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 self._start(grid, block, shared_bytes, stream, cluster, dependent, packer.address)
         else:
@@ -335,11 +335,11 @@ class PreparedLaunch:
 
     def __call__(self, *addresses: int) -> None:
         """Launch on the current stream with these addresses (0: a null pointer)."""
-        if _current_device() != self._device_index:
+        if current_device() != self._device_index:
             with torch.cuda.device(self._device_index):
                 self(*addresses)
             return
-        stream = _current_raw_stream(self._device_index)
+        stream = current_raw_stream(self._device_index)
         if stream != self._stream or self._overlaps != DEPENDENT_LAUNCHES:
             self._configure(stream)
         self._pointers[:] = [*addresses]
@@ -352,7 +352,7 @@ class PreparedLaunch:
 
     def _configure(self, stream: int) -> None:
         ensure_context(self._device_index)
-        dependent = self._dependent and DEPENDENT_LAUNCHES
+        dependent = self._dependent and self.kernel._takes_dependents and DEPENDENT_LAUNCHES
         key = (self.grid, self._block, self._shared_bytes, stream, None, dependent)
         self._config = self.kernel._configure(*key)
         self._stream, self._overlaps = stream, DEPENDENT_LAUNCHES

@@ -25,6 +25,7 @@ from minillm.attention.cuda_checks import (
     check_tensor,
     debug_check_tables,
 )
+from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
 from minillm.attention.interface import LayerAttention
 
 TUNED_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -189,7 +190,8 @@ class PrefillPlan:
     """How a step's chunks are cut into tiles; the buffers on the device stay and grow when a step needs more.
 
     Calls of one plan must follow each other on one stream (they share the partial results and a work counter). A
-    captured graph stays valid for later steps as long as they fit into the buffers it was captured with.
+    captured graph stays valid for later steps of as many rows of q, as long as `version` is the same and no tile of
+    either step is split (`num_splits`): the number of sequences and their lengths are read on the device.
     """
 
     def __init__(
@@ -229,13 +231,18 @@ class PrefillPlan:
         """Arguments of this plan's calls that were found right; all layers of a step share one layout."""
         self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
+        self.version = 0
+        """Grows whenever the lists get another place, where a captured graph would not find them."""
         self._reserve(max(256, 2 * max_seqs), max(64, max_seqs))
         self.partial = torch.empty(0, dtype=torch.float32, device=self.device)
         self.partial_lse = self.partial
 
     def _reserve(self, work: int, splits: int) -> None:
         """Buffers for so many tiles and split tiles: a header (their number), the work list, the split list."""
+        for _, copied in self._staging:
+            copied.synchronize()
         self._work_capacity, self._split_capacity = work, splits
+        self.version += 1
         size = _HEADER_INTS + _WORK_FIELDS * (work + splits)
         self._lists = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.header = self._lists[:_HEADER_INTS]
@@ -271,7 +278,8 @@ class PrefillPlan:
         at = _HEADER_INTS + _WORK_FIELDS * self._work_capacity
         lists[at : at + splits.size] = splits.reshape(-1)
         used = at + splits.size if len(splits) else _HEADER_INTS + work.size
-        self._lists[:used].copy_(staging[:used], non_blocking=True)
+        # As in memory/staging.py: torch is not told of copies out of memory that outlives them.
+        memcpy_async(self._lists.data_ptr(), lists.ctypes.data, 4 * used, current_raw_stream(self.device.index))
         copied.record(torch.cuda.current_stream(self.device))
 
     def map_of(self, tensor: Tensor, box: Sequence[int]) -> bytes:
@@ -406,8 +414,10 @@ def paged_prefill(
     lists = (block_tables, np.int64(block_tables.stride(0)), plan.work, plan.header, *counters)
     heads = (np.int32(plan.num_kv_heads), np.int32(group), np.int32(plan.block_size.bit_length() - 1), *tail)
     scales = (np.float32(score_scale), np.float32(exponent_scale), np.int32(params.sliding_window or 0))
+    # A graph may be replayed with a longer list of work; thread blocks that find none end at once.
+    capturing = torch.cuda.is_current_stream_capturing()
     get_kernel(kernel.spec(plan.dtype, plan.head_dim, soft_cap is not None), plan.device).launch(
-        min(plan.max_blocks, plan.num_work * plan.num_kv_heads),
+        plan.max_blocks if capturing else min(plan.max_blocks, plan.num_work * plan.num_kv_heads),
         kernel.threads,
         (*inputs, out, plan.partial, plan.partial_lse, *lists, *heads, *scales),
         shared_bytes=kernel.shared_bytes,

@@ -13,6 +13,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
     from minillm.models.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|endoftext|>")
@@ -26,17 +28,24 @@ _HAN = "".join(map(chr, range(0x4E00, 0x5600)))
 @lru_cache(maxsize=4)
 def random_tokenizer(vocab_size: int) -> Tokenizer:
     """The tokenizer of `vocab_size` tokens, all of them with a text."""
+    from minillm.models.tokenizer import Tokenizer
+
+    return Tokenizer(random_backend(vocab_size), eos_token_id=2, source="random tokenizer")
+
+
+def random_backend(vocab_size: int) -> Backend:
+    """The same as the Rust library's object."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    from minillm.models.tokenizer import Tokenizer, byte_level_pieces
+    from minillm.models.tokenizer import byte_level_pieces
 
     pieces = byte_level_pieces()
     vocab = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
     for byte in (*range(0x20, 0x7F), *range(0x20), *range(0x7F, 0x100)):  # a tiny vocabulary has printable ones
         if len(vocab) < vocab_size:
             vocab[pieces[byte]] = len(vocab)
-    merges = []
+    merges: list[tuple[str, str]] = []
     for word in _words(Random(0)):
         if len(vocab) >= vocab_size:
             break
@@ -50,7 +59,7 @@ def random_tokenizer(vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return Tokenizer(backend, eos_token_id=2, source="random tokenizer")
+    return backend
 
 
 def _join(left: str, right: str, vocab: dict[str, int], merges: list[tuple[str, str]], vocab_size: int) -> str:

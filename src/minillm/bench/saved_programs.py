@@ -14,6 +14,7 @@ from minillm.bench import (
     paged_attention,
     peers,
     plots,
+    sampling,
     scheduler_bench,
     swap,
 )
@@ -218,4 +219,46 @@ SWAP = Program(
     figures=_swap_figures,
     settings=lambda rows: f"{rows[0]['num_layers']} layers, {rows[0]['num_kv_heads']} KV heads, {rows[0]['dtype']}",
     verdicts=swap.verdicts,
+)
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def draw_sampling(rows: Rows, path: Path) -> None:
+    """Microseconds by batch size, a line per kind; the tensor path dashed."""
+    figure, axes = drawing.pyplot().subplots(figsize=(6.4, 4.2))
+    batches = sorted({int(row["batch"]) for row in rows})
+    for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
+        chosen = [row for row in rows if row["mode"] == mode]
+        at = [int(row["batch"]) for row in chosen]
+        colour = drawing.PALETTE[number % len(drawing.PALETTE)]
+        axes.plot(at, [float(row["kernel_us"]) for row in chosen], marker="o", ms=4, color=colour, label=mode)
+        axes.plot(at, [float(row["tensor_us"]) for row in chosen], ls="--", marker="x", ms=4, color=colour)
+    drawing.ticks(axes, batches, "rows")
+    drawing.log_y(axes)
+    drawing.grid(axes, "From logits to tokens (dashed: tensor operations)", "microseconds")
+    drawing.save(figure, path, sampling.provenance(rows))
+
+
+SAMPLING = Program(
+    name="sampling",
+    title="Sampling on the GPU",
+    about="From float32 logits to tokens by the sampling kernels (graph replay of calls with logits of their own), the "
+    "host's time of a call of the sampler, and the tensor operations for the same rows. Both draw the same tokens "
+    "before anything is timed. GB/s counts the logits once.",
+    tables=lambda rows: {f"Sampling\n{sampling.provenance(rows)}": sampling.table_cells(rows)},
+    plots={"": draw_sampling},
+    figures=lambda rows: [
+        Figure(
+            f"{row['batch']} rows, {row['mode']}",
+            float(row["kernel_us"]),
+            "us",
+            "lower",
+            float(row["kernel_max_us"]) - float(row["kernel_min_us"]),
+        )
+        for row in rows
+    ],
+    settings=lambda rows: f"V {rows[0]['vocab']}, float32",
+    verdicts=sampling.verdicts,
 )

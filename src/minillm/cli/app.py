@@ -13,6 +13,7 @@ import typer
 
 from minillm.cli import bench as _bench  # noqa: F401  (its commands)
 from minillm.cli import bench_pressure as _bench_pressure  # noqa: F401
+from minillm.cli import bench_serve as _bench_serve  # noqa: F401
 from minillm.cli import bench_sla as _bench_sla  # noqa: F401
 from minillm.cli import bench_suite as _bench_suite  # noqa: F401
 from minillm.cli import console
@@ -96,6 +97,7 @@ def _logging_to_stderr() -> Iterator[None]:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; the exit code. Errors are one line on stderr, with a traceback only under --debug."""
     console.debug = False
+    console.arguments = tuple(arguments)
     with _logging_to_stderr():
         return _run(arguments)
 

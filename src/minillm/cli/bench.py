@@ -242,6 +242,31 @@ def fused(
     publish(bench.PROGRAM, output, found, from_csv)
 
 
+@bench_app.command("sampling")
+@with_options()
+def sampling(
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows; may be repeated [1, 8, 32, 256].", show_default=False)
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=2, help="Width of the logits.")] = 151_936,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed replays; figures are medians.")] = 30,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS
+    / "sampling.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """From logits to tokens on a GPU: greedy, plain, top-k, top-p, against tensor operations."""
+    from minillm.bench import sampling as bench
+    from minillm.bench.saved_programs import SAMPLING
+
+    rows = None
+    if from_csv is None:
+        batches = tuple(batch) if batch else bench.BATCHES
+        options = bench.Options(device=device_of("cuda"), batches=batches, vocab=vocab, rounds=rounds, seed=seed)
+        rows = bench.measure(options, console.info)
+    publish(SAMPLING, output, rows, from_csv)
+
+
 def _peers(table: str, rounds: int, output: Path | None, from_csv: Path | None) -> None:
     """`bench paged-attention --peers`."""
     from minillm.bench import common

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -11,10 +12,6 @@ from minillm.cli import console
 from minillm.cli.options import ENGINE, SAMPLING, Options, with_options
 from minillm.cli.session import Message, follow, has_chat_template, open_runtime, sampling_params, summary
 from minillm.core.errors import ConfigError, RequestError, RequestFailedError
-
-if TYPE_CHECKING:
-    from minillm.core.sampling_params import SamplingParams
-    from minillm.engine.runtime import Runtime
 
 _HELP = "/reset starts over, /system TEXT sets the system message, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -24,22 +21,47 @@ def chat(
     engine: Options,
     sampling: Options,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk with the server at this address, as http://127.0.0.1:8000; load nothing here."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Key for --url.", show_default=False)
+    ] = None,
 ) -> None:
     """Talk with a model. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
     sampling_params(sampling)
+    if url is not None:
+        _chat_with_server(url, api_key, engine, sampling, system)
+        return
     with open_runtime(engine) as runtime:
         if not has_chat_template(runtime):
             raise ConfigError(f"model={runtime.config.model!r} has no chat template; give one with --chat-template")
+        params = sampling_params(sampling, runtime)
         console.info(_HELP)
-        Conversation(runtime, sampling_params(sampling, runtime), system).run()
+        Conversation(lambda messages, write: summary(follow(runtime, messages, params, write)), system).run()
+
+
+def _chat_with_server(url: str, api_key: str | None, engine: Options, sampling: Options, system: str | None) -> None:
+    from minillm.cli.remote import RemoteModel
+
+    if set(engine) - {"model"}:
+        raise ConfigError(
+            f"{', '.join(sorted(set(engine) - {'model'}))}: an option of an engine does not go with --url"
+        )
+    remote = RemoteModel(url, engine.get("model"), api_key)
+    console.info(f"{remote.model} at {url}; {_HELP}")
+    Conversation(lambda messages, write: remote.stream(messages, sampling, write), system).run()
 
 
 class Conversation:
-    """The messages so far, and the loop that reads lines and streams answers."""
+    """The messages so far, and the loop that reads lines and streams answers.
 
-    def __init__(self, runtime: Runtime, params: SamplingParams, system: str | None) -> None:
-        self._runtime = runtime
-        self._params = params
+    `answer` is given the messages and a function for each piece of text, and returns a line about the answer.
+    """
+
+    def __init__(self, answer: Callable[[list[Message], Callable[[str], None]], str], system: str | None) -> None:
+        self._stream = answer
         self._system = system
         self.messages: list[Message] = []
         self.reset()
@@ -97,15 +119,13 @@ class Conversation:
             sys.stdout.flush()
 
         try:
-            output = follow(self._runtime, list(self.messages), self._params, write)
+            note = self._stream(list(self.messages), write)
         except KeyboardInterrupt:
             note = "stopped"
         except (RequestError, RequestFailedError) as error:
             self.messages.pop()
             console.print_error(f"{error} (/reset starts over)")
             return
-        else:
-            note = summary(output)
         sys.stdout.write("\n")
         sys.stdout.flush()
         console.info(note)

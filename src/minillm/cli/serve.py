@@ -60,6 +60,12 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call the server; may be repeated.")
     ] = None,
+    show_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--show-prompts", help="Show prompts and outputs of live requests in /v1/requests and /dashboard."
+        ),
+    ] = False,
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names: vllm or minillm.")] = "vllm",
 ) -> None:
     """Serve a model over HTTP, compatible with the OpenAI API."""
@@ -67,6 +73,7 @@ def serve(
         from minillm.server.app import create_app
         from minillm.server.lifecycle import address, listen
         from minillm.server.lifecycle import serve as serve_app
+        from minillm.server.metrics import EngineMetrics
     except ModuleNotFoundError as error:
         hint = "pip install 'minillm-runtime[server]'"
         raise ConfigError(f"the server needs the package {error.name}: {hint}") from None
@@ -82,10 +89,12 @@ def serve(
         priority_range=parse_range(priority_range),
         grace=grace,
         cors_origins=tuple(cors_origin or ()),
+        show_prompts=show_prompts,
         metrics_prefix=metrics_prefix,
     )
     listener = listen(config)  # before the model is loaded: a port that is taken is known at once
-    with listener, open_runtime({"max_waiting": max_waiting, **engine}) as runtime:
-        app = create_app(runtime, config)
+    metrics = EngineMetrics()
+    with listener, open_runtime({"max_waiting": max_waiting, **engine}, metrics) as runtime:
+        app = create_app(runtime, config, metrics)
         names = ", ".join(app.state.server.model_names)
         serve_app(app, listener, on_ready=lambda: console.info(f"serving {names} at {address(listener)}"))

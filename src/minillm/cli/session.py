@@ -12,13 +12,14 @@ from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from minillm.core.observer import Observer
     from minillm.engine.outputs import RequestOutput
     from minillm.engine.runtime import Runtime
 
 Message = dict[str, str]
 
 
-def open_runtime(engine: Options) -> Runtime:
+def open_runtime(engine: Options, observer: Observer | None = None) -> Runtime:
     """Start an engine with these options, showing what is being waited for. The caller closes it."""
     from minillm.models.default_model import resolve_model
 
@@ -28,7 +29,7 @@ def open_runtime(engine: Options) -> Runtime:
     with console.working(f"Loading {config.model}"):
         from minillm.engine.runtime import Runtime
 
-        return Runtime(config)
+        return Runtime(config, observer=observer)
 
 
 def has_chat_template(runtime: Runtime) -> bool:

@@ -62,6 +62,10 @@ class ChatTemplateError(RequestError):
     """A chat could not be rendered: no template, a template that fails, or one that refuses the messages."""
 
 
+class StructuredOutputsUnavailableError(RequestError):
+    """Structured output was asked for, and what it needs is not here."""
+
+
 class DuplicateRequestError(RequestError):
     """A live request already has this id."""
 

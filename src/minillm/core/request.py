@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.core.errors import IllegalTransitionError
 from minillm.core.sampling_params import SamplingParams
@@ -103,6 +103,7 @@ class Request:
         "first_scheduled_time",
         "first_token_time",
         "generated_ids",
+        "grammar",
         "group_size",
         "history",
         "input_ids",
@@ -159,6 +160,9 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
+
+        self.grammar: Any = None
+        """The compiled form of `sampling_params.structured_outputs`, for the engine; the core does not look at it."""
 
         self.state = RequestState.WAITING
         self.generated_ids: list[int] = []
@@ -260,6 +264,7 @@ class Request:
         child.input_ids = self.input_ids
         child.choice = choice
         child.stop_ids = self.stop_ids
+        child.grammar = self.grammar
         child.arrival_seq = self.arrival_seq
         child.max_tokens = self.max_tokens
         child.last_position = self.last_position

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from minillm.core.errors import InvalidParameterError
+from minillm.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -85,6 +86,9 @@ class SamplingParams:
       0 is allowed only with ``prompt_logprobs`` (scoring a prompt).
     - ``logit_bias``: from token id (or its digits as a string, as JSON has it) to a number added to the logit.
     - ``logprobs``: None is off; k gives the sampled token and the k most likely ones. Same for ``prompt_logprobs``.
+      Scores are those of the model's own logits, before any mask, as in vLLM.
+    - ``structured_outputs``: the form that the output must have (a mapping of its fields will do). An EOS is allowed
+      only where the output is complete, and a complete output that nothing can follow ends with it.
     """
 
     n: int = 1
@@ -106,6 +110,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_integer("n", 1, "it must be at least 1", MAX_N)
@@ -129,6 +134,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, getattr(self, name), "it must be true or false")
+        if self.structured_outputs is not None:
+            self._store("structured_outputs", StructuredOutputs.of(self.structured_outputs))
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -311,6 +311,7 @@ class ContinuousScheduler(BaseScheduler):
     def _start(self, request: Request, draft: Draft) -> None:
         """Take the request out of the queue and give it a row (and each child of a group that has not forked one)."""
         self.waiting.remove(request)
+        self._head_wait = None
         request.started = True
         for member in request.members:
             member.row = self._free_rows.pop()
@@ -469,7 +470,6 @@ class ContinuousScheduler(BaseScheduler):
         request.kv_tokens = len(entries) * self.config.block_size
         request.prefill_target = request.num_tokens
         self._start(request, draft)
-        self._head_wait = None
         counters = self.prefix_cache.counters
         counters.hits += len(entries)
         counters.misses += (request.num_tokens - 1) // self.config.block_size - len(entries)

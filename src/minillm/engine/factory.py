@@ -6,10 +6,12 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.core.config import GIB
 from minillm.core.errors import ConfigError, InvalidParameterError, MiniLLMError, ModelLoadError, shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
@@ -17,6 +19,7 @@ from minillm.engine.devices import resolve_device
 from minillm.engine.inputs import InputProcessor
 from minillm.engine.llm_engine import LLMEngine
 from minillm.engine.output_processor import OutputProcessor
+from minillm.engine.process import after_loading
 from minillm.models.chat_template import load_chat_template
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minillm.engine")
 
-GIB = 1 << 30
 DEFAULT_SWAP_GIB = 4.0
 
 _SAMPLING_DEFAULTS = {
@@ -97,18 +99,20 @@ def build_engine(
     check_names(config)
     from minillm.models.default_model import resolve_model
     from minillm.models.loader import load_model
-    from minillm.models.tokenizer import load_tokenizer
     from minillm.runner.device import is_device_failure
 
-    if model is None:
-        device = resolve_device(config.device)
-        model = load_model(config.model, config.dtype, device, progress)
-    else:
-        device = _device_of(model, config)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(
-            model.path if config.tokenizer is None else resolve_model(config.tokenizer, progress, "tokenizer").path
-        )
+    device = resolve_device(config.device) if model is None else _device_of(model, config)
+    with ThreadPoolExecutor(1, "minillm-tokenizer") as pool:
+        if tokenizer is not None:
+            reading = None
+        elif config.tokenizer is not None:
+            reading = pool.submit(_read_tokenizer, resolve_model(config.tokenizer, progress, "tokenizer").path)
+        else:
+            path = model.path if model is not None else resolve_model(config.model, progress).path
+            reading = pool.submit(_read_tokenizer, path)
+        if model is None:
+            model = load_model(config.model, config.dtype, device, progress)
+        tokenizer = tokenizer if reading is None else reading.result()
     # Ids that the logits do not have cannot be sampled, nor masked.
     named_eos = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
     eos_ids = {token_id for token_id in named_eos if 0 <= token_id < model.config.vocab_size}
@@ -120,7 +124,7 @@ def build_engine(
             raise
         sizes = f"block_size={config.block_size}, num_blocks={limits.num_blocks}, max_num_seqs={config.max_num_seqs}"
         raise ConfigError(f"{sizes} do not fit this machine's memory: {shorten(str(error))}") from error
-    return assemble_engine(
+    parts = assemble_engine(
         config,
         limits,
         runner,
@@ -130,6 +134,18 @@ def build_engine(
         observer=observer,
         asynchronous=device != "cpu",
     )
+    after_loading()
+    return parts
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer, with the tables that texts are made from; beside the weights, which take longer."""
+    from minillm.models.tokenizer import TextMode, load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    if tokenizer.text_mode is TextMode.BYTES:
+        tokenizer.text_table(skip_special_tokens=True)
+    return tokenizer
 
 
 def _device_of(model: LoadedModel, config: EngineConfig) -> str:
@@ -218,6 +234,7 @@ def _make_gpu_runner(
     runner = make(num_blocks, longest, limits.num_swap_blocks)
     if config.num_gpu_blocks_override is not None:
         try_out(runner, longest)
+    runner.warm_up()
     return replace(limits, num_blocks=num_blocks), runner
 
 

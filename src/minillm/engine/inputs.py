@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from minillm.core.errors import EmptyPromptError, InvalidParameterError
 from minillm.core.request import Request, RequestState, Transition
 from minillm.core.sampling_params import SamplingParams
+from minillm.engine.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from minillm.models.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class InputProcessor:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.default_params = default_params if default_params is not None else SamplingParams()
         self.chat_template = chat_template
+        self.grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=self.eos_token_ids)
         self._random = random.Random(seed)
         self._random_lock = threading.Lock()
 
@@ -97,6 +99,7 @@ class InputProcessor:
             seed=self._seed(params),
             eos_token_ids=tuple(self.eos_token_ids),
         )
+        self._compile_grammar(request)
         if default_limit is not None:
             request.max_tokens = default_limit
         elif params.max_tokens is None and not is_chat:
@@ -119,6 +122,7 @@ class InputProcessor:
             raise InvalidParameterError("seed", seed, "it must be an integer of 64 bits, not negative")
         request.input_ids[:] = _token_ids(request.input_ids)
         self._check_ids(request.input_ids)
+        self._compile_grammar(request)
         request.arrival_time = now
         request.history[:] = [Transition(now, -1, RequestState.WAITING, "submitted")]
         return request
@@ -141,6 +145,14 @@ class InputProcessor:
             raise InvalidParameterError("sampling_params", type(params).__name__, "it must be SamplingParams or None")
         params.check_token_ids(self.vocab_size)
         return params, None
+
+    def _compile_grammar(self, request: Request) -> None:
+        """Compile the form that the output must have, unless the request brings it (it was prepared here)."""
+        spec = request.sampling_params.structured_outputs
+        if spec is None:
+            request.grammar = None
+        elif request.grammar is None or not self.grammars.has_made(request.grammar):
+            request.grammar = self.grammars.compile(spec)
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """A stop string that spells a special token never shows up in text that skips those: stop by its id."""

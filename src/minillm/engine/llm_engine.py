@@ -6,7 +6,8 @@
   issue_step():  schedule ──► forward, sample      plan n+1 goes to the runner while n still runs (overlap)
                  text, stop strings, logprobs ──►  updates for the callers, of plan n-1
                       └── finish(sequence, index) back to the scheduler
- commit_step():  collect ──► commit                of plan n; the only place that waits for the device
+ commit_step():  collect ──► commit                of plan n; the only place that waits for the device, but for plans
+                                                   with rows under a grammar: these commit n before they sample n+1
 ```
 So with overlap the text work of a plan, and whatever its readers do with it, runs while the device has a plan to work
 on and another one queued: it can be as long as a step before the device ever waits. Without overlap (nothing would run
@@ -15,16 +16,19 @@ meanwhile) a plan's text is made as soon as it is committed.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minillm.core.errors import EngineDeadError
+from minillm.core.errors import EngineDeadError, InvalidParameterError
 from minillm.core.plan import NoPlan, StepEvents, StepPlan
 from minillm.core.request import Request
+from minillm.engine.grammar_rows import GrammarRows
 from minillm.engine.output_processor import OutputProcessor, RequestUpdate, TrackedRequest
 from minillm.runner.interface import ModelRunner
 
@@ -35,6 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minillm.engine")
 
 T = TypeVar("T")
+
+
+def _device_failed(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # a runner without a device
+        return False
+    from minillm.runner.device import is_device_failure
+
+    return is_device_failure(error)
 
 
 class LLMEngine:
@@ -58,6 +70,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.outputs = outputs
+        self.grammars = GrammarRows()
         self.overlap = overlap
         self.clock = clock
         self.lock = threading.Lock()
@@ -73,6 +86,7 @@ class LLMEngine:
         self._failure: EngineDeadError | None = None
         self._issued = False
         self._closed = False
+        self._device_lost = False
 
     @property
     def has_work(self) -> bool:
@@ -97,15 +111,21 @@ class LLMEngine:
         Updates carry `tag`. Without `wants_events` they bring the output at the end and nothing before.
         """
         self._check_alive()
+        constrained = request.sampling_params.structured_outputs is not None
+        if constrained and request.grammar is None:
+            raise InvalidParameterError("grammar", None, "structured_outputs must be compiled before (Runtime.prepare)")
         with self.lock:
             self.scheduler.submit(request, self.clock())
         try:
-            return self.outputs.add(request, prompt, tag, wants_events)
+            tracked = self.outputs.add(request, prompt, tag, wants_events)
         except Exception:
             with self.lock:
                 self.scheduler.cancel(request.request_id, self.clock(), "its output could not be set up")
                 self.scheduler.take_events()
             raise
+        if constrained:
+            self.grammars.add([request, *request.children])
+        return tracked
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Cancel a request in any state; its update (partial output, `cancelled`) is ready at once.
@@ -139,8 +159,9 @@ class LLMEngine:
         return updates + self.outputs.take_updates()
 
     def issue_step(self) -> list[RequestUpdate]:
-        """Issue the next plan if there is one, then make the text of what was committed before; never waits.
+        """Issue the next plan if there is one, then make the text of what was committed before.
 
+        Never waits, unless the plan samples under a grammar: then the plan before it commits here.
         Returns updates to deliver before :meth:`commit_step`, which has to follow. Raises as :meth:`step`.
         """
         self._check_alive()
@@ -174,9 +195,19 @@ class LLMEngine:
             self._idle_plans = 0
             handle = self.runner.forward(plan)
             self._in_flight.append((plan, handle))
-            self.runner.sample(handle)
+            self.runner.sample(handle, self._masks(plan) if self.grammars.take_plan(plan) else None)
         elif not self._in_flight:
             self._deliver_expired(plan, now)
+
+    def _masks(self, plan: StepPlan) -> Any:
+        """Which tokens the sampling rows of the plan just issued may take.
+
+        They follow from the tokens of the plan before, which is committed here, while this one's forward pass runs.
+        What the grammars found out about ends waits until this plan is sampled, like the text.
+        """
+        while len(self._in_flight) > 1:
+            self._commit_oldest()
+        return self.grammars.masks(plan)
 
     def _commit_oldest(self) -> None:
         plan, handle = self._in_flight.popleft()
@@ -193,6 +224,8 @@ class LLMEngine:
         committed, self._committed = self._committed, []
         for events, now in committed:
             self._process(events, now)
+        if self.grammars.has_ends:
+            self._process(StepEvents(), self.clock())
 
     def _deliver_expired(self, reason: StepPlan | NoPlan, now: float) -> None:
         """Nothing is in flight and nothing was scheduled: only deadlines can have done something."""
@@ -212,16 +245,22 @@ class LLMEngine:
     def _process(self, events: StepEvents, now: float) -> None:
         """Text work on events; what it found (stop strings, failed outputs) goes back to the scheduler."""
         stops, failed = self.outputs.process(events, now)
-        if not stops and not failed:
+        ends = self.grammars.take_events(events)
+        found = [self.outputs.fail(sequence_id, error, now) for sequence_id, error in ends.broken]
+        failed += [request_id for request_id in found if request_id is not None]
+        if not stops and not ends.complete and not failed:
             return
         with self.lock:
             for sequence_id, index in stops:
-                self.scheduler.finish(sequence_id, index, now, "stop")
+                self.scheduler.finish(sequence_id, index, now)
+            for sequence_id, index in ends.complete:
+                self.scheduler.finish(sequence_id, index, now, why="its grammar is complete")
             for request_id in failed:
                 self.scheduler.cancel(request_id, now, "its output failed")
             events = self.scheduler.take_events()
-        # Ends of the sequences just named are known already; anything else in there is news.
+        # What ended by a stop string is known already; anything else in there is news.
         self.outputs.process(events, now)
+        self.grammars.take_events(events)
 
     def _run_invariants(self) -> None:
         from minillm.core import invariants
@@ -264,14 +303,25 @@ class LLMEngine:
         return live
 
     def close(self) -> None:
-        """Free the runner's memory and threads; idempotent. Live requests must have been cancelled before."""
+        """Free the runner's memory and threads; idempotent. Live requests must have been cancelled before.
+
+        After a failure of the device its memory is left to the end of the process.
+        """
         if self._closed:
             return
         self._closed = True
         self._drop_in_flight()
         if self._failure is None:
             self._failure = EngineDeadError("the engine is closed")
-        self.runner.close()
+        if not self._device_lost:
+            self.runner.close()
+
+    def _keep_forever(self, error: Exception) -> None:
+        """Never free what the failed device works on: freeing page-locked memory asks the device whether copies out of
+        it are done, and where that fails torch ends the whole process."""
+        self._device_lost = True
+        held = (self.runner, tuple(self._in_flight), error)  # the error's traceback has frames with tensors
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
     def _drop_in_flight(self) -> None:
         """Wait for the device before memory goes; what the plans in flight bring no longer matters."""
@@ -290,7 +340,10 @@ class LLMEngine:
         logger.error("the engine failed at step %d", self.num_steps, exc_info=error)
         self._failure = EngineDeadError(f"the engine failed at step {self.num_steps}: {error!r}")
         self._failure.__cause__ = error
+        if _device_failed(error):
+            self._keep_forever(error)
         self._drop_in_flight()
+        self.grammars.clear()
         try:
             for events, now in self._committed:  # what came before the failure still reaches its reader
                 self.outputs.process(events, now)

@@ -230,6 +230,14 @@ class OutputProcessor:
             if choice.finish_reason is None:
                 self._end(choice, reason, now, None if error is None else RequestFailedError(error))
 
+    def fail(self, sequence_id: str, error: str, now: float) -> str | None:
+        """End the request of this sequence with `error`; its id, or None if it is not live."""
+        choice = self._choices.get(sequence_id)
+        if choice is None:
+            return None
+        self.end_open_choices(choice.owner, "error", now, error)
+        return choice.owner.request.request_id
+
     def discard_all(self) -> None:
         """Forget every live request and pending update (the engine failed; the caller tells the owners)."""
         self._choices.clear()

@@ -157,6 +157,11 @@ class Runtime:
         """The model's tokenizer."""
         return self._inputs.tokenizer
 
+    @property
+    def chat_template(self) -> str | None:
+        """Text of the chat template that replaces the model's own; None where that one is used."""
+        return self._inputs.chat_template
+
     def default_sampling_params(self) -> SamplingParams:
         """What is used where no parameters are given: the model's generation_config, unless configured otherwise."""
         return self._inputs.default_params

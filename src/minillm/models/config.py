@@ -16,6 +16,7 @@ from minillm.core.errors import ModelLoadError, UnsupportedModelError
 _MAX_LAYERS = 4096
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 _CAUSAL_LM_CLASSES = {
     "LlamaForCausalLM": "llama",
@@ -226,7 +227,7 @@ class ModelConfig:
             ModelLoadError: a key is missing or inconsistent.
         """
         arch = metadata.get("general.architecture")
-        if arch not in ("llama", "qwen2", "qwen3"):
+        if arch not in GGUF_ARCHITECTURES:
             raise _unsupported(str(arch), "GGUF architecture")
         fields = {key[len(arch) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{arch}.")}
         _refuse_keys(fields, arch)
@@ -304,6 +305,17 @@ def _unsupported(name: str, what: str) -> UnsupportedModelError:
             return UnsupportedModelError(f"{what} {name!r} is not supported: {reason}")
     known = ", ".join(SUPPORTED_ARCHITECTURES)
     return UnsupportedModelError(f"{what} {name!r} is not supported: its layers are not known here (known: {known})")
+
+
+def check_foreign(name: str, what: str, config: Mapping[str, Any]) -> None:
+    """Refuse an architecture without a decoder here whose name or options say that no path computes it.
+
+    `what` is what `name` is called in the file, `config` its options. Soft caps are computed by the model's own code.
+    """
+    lowered = name.lower()
+    if any(word in lowered for words in _REFUSED_NAMES.values() for word in words):
+        raise _unsupported(name, what)
+    _refuse_keys({key: value for key, value in config.items() if "softcapping" not in key}, name)
 
 
 def _refuse_keys(config: Mapping[str, Any], arch: str) -> None:

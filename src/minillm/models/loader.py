@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from minillm.core.errors import ConfigError, ModelLoadError
-from minillm.models.config import ModelConfig
+from minillm.models.config import GGUF_ARCHITECTURES, SUPPORTED_ARCHITECTURES, ModelConfig, check_foreign
 from minillm.models.decoder import Decoder
 from minillm.models.default_model import resolve_model
 from minillm.models.gguf import GGUFFile, dequantize
 from minillm.models.linear import DenseLinear, Linear, cpu_multiplies_codes, cpu_packs_bfloat16, pack
+from minillm.models.transformers_fallback import FallbackConfig, TransformersDecoder, load_transformers_model
 from minillm.models.untrusted import reading
 from minillm.models.weight_stream import StoredTensor, stored_tensors, stream_weights
 
@@ -59,8 +60,8 @@ class LoadedModel:
     """
 
     name: str
-    decoder: Decoder
-    config: ModelConfig
+    decoder: Decoder | TransformersDecoder
+    config: ModelConfig | FallbackConfig
     path: Path
     kind: str
     dtype: str
@@ -114,24 +115,38 @@ def load_model(
         path=resolved.path,
         kind=resolved.kind,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        packed=not isinstance(decoder.layers[0].qkv, DenseLinear),
+        packed=isinstance(decoder, Decoder) and not isinstance(decoder.layers[0].qkv, DenseLinear),
         generation_config=generation_config,
     )
 
 
-def _load_folder(folder: Path, dtype: str, device: torch.device) -> tuple[Decoder, dict[str, Any]]:
-    config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+def _load_folder(
+    folder: Path, dtype: str, device: torch.device
+) -> tuple[Decoder | TransformersDecoder, dict[str, Any]]:
+    fields = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation_config = _read_json(generation_path) if generation_path.is_file() else {}
-    config = _with_eos_ids(config, generation_config)
+    name = str(fields.get("model_type"))
+    if name not in SUPPORTED_ARCHITECTURES and _transformers_knows(name):
+        check_foreign(name, "model_type", fields)
+        _shards(folder)  # says what is missing, or that there are pickles only
+        more = _eos_ids(generation_config)
+        return load_transformers_model(folder, "safetensors", dtype, device, more), generation_config
+    config = _with_eos_ids(ModelConfig.from_hf(fields), generation_config)
     with SafetensorsFolder(folder) as source:
         decoder = _build(config, source, _resolve_dtype(dtype, config, device), device, str(folder))
     _pack_for_cpu(decoder)
     return decoder, generation_config
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder, dict[str, Any]]:
+def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[Decoder | TransformersDecoder, dict[str, Any]]:
     with GGUFFile(path) as file:
+        name = str(file.metadata.get("general.architecture"))
+        if name not in GGUF_ARCHITECTURES and _transformers_reads_gguf(name):
+            prefix = f"{name}."
+            options = {key.removeprefix(prefix): value for key, value in file.metadata.items()}
+            check_foreign(name, "GGUF architecture", options)
+            return load_transformers_model(path, "gguf", dtype, device), {}
         source = GGUFWeights(file)
         decoder = _build(source.config, source, _resolve_dtype(dtype, source.config, device), device, str(path))
         _pack_for_cpu(decoder, source if dtype == "auto" else None)
@@ -172,10 +187,26 @@ def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> tor
     return torch.float16 if config.checkpoint_dtype == "float16" else torch.bfloat16
 
 
+def _transformers_knows(model_type: str) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _transformers_reads_gguf(architecture: str) -> bool:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    return architecture in GGUF_SUPPORTED_ARCHITECTURES
+
+
+def _eos_ids(generation_config: dict[str, Any]) -> tuple[int, ...]:
+    ids = generation_config.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
 def _with_eos_ids(config: ModelConfig, generation_config: dict[str, Any]) -> ModelConfig:
     """Ids that end a text: the generation config knows the chat turn's end, which config.json often lacks."""
-    ids = generation_config.get("eos_token_id")
-    more = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    more = _eos_ids(generation_config)
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 

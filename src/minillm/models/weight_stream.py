@@ -167,7 +167,7 @@ class _Lane(threading.Thread):
             stream.synchronize()
 
     def _read(self, piece: _Piece, data: Tensor) -> None:
-        place, done = memoryview(data.numpy()), 0
+        place, done = data.numpy().data, 0
         while done < len(place):
             try:
                 count = os.preadv(self._files[piece.path], [place[done:]], piece.offset + done)

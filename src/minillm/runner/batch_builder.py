@@ -24,7 +24,7 @@ class StepBatch:
     Tensors are on the runner's device, lists and ``slots`` on the host.
 
     - ``input_ids``, ``positions``: int64 [T]. Placeholders hold 0 until the runner fills them in.
-    - ``slots``: int64 [T], the KV slot of each token.
+    - ``slots``: [T], the KV slot of each token.
     - ``metadata``: what the device's attention needs to know.
     - ``placeholders``: (index into the T tokens, row whose last sampled token goes there), or None.
     - ``logit_tokens``: the tokens, in order and each once, whose hidden state goes through the output head; of those,
@@ -34,7 +34,7 @@ class StepBatch:
 
     input_ids: Tensor
     positions: Tensor
-    slots: np.ndarray
+    slots: np.ndarray | list[int]
     metadata: Any
     placeholders: tuple[Tensor, Tensor] | None
     logit_tokens: Tensor

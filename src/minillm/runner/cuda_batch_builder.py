@@ -38,7 +38,7 @@ class CudaBatchBuilder:
         context_lens[count:] = [chunk.end for chunk in chunks]
         prefill_start = np.array([0, *accumulate(chunk.end - chunk.start for chunk in chunks)], dtype=np.int32)
         query_start = np.concatenate((np.arange(count, dtype=np.int32), prefill_start + np.int32(count)))
-        update_positions, update_blocks = self.take_updates()
+        update_positions, update_blocks = self.update_arrays(self.take_updates())
         logit_rows = columns.logit_rows
         device = self._upload.together(
             [
@@ -84,16 +84,20 @@ class CudaBatchBuilder:
             output_indices=columns.output_indices,
         )
 
-    def take_updates(self) -> tuple[np.ndarray, np.ndarray]:
-        """What was noted and not built yet: int64 [U] flat positions in the block tables [rows, table_width], each
-        once with its last value, and int32 [U] block ids."""
-        if not self._updates:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-        width = self._attention.table_width
-        positions = np.concatenate(
-            [np.arange(len(blocks), dtype=np.int64) + (row * width + start) for row, start, blocks in self._updates]
-        )
-        values = np.concatenate([np.array(blocks, dtype=np.int32) for _, _, blocks in self._updates])
+    def take_updates(self) -> dict[int, int]:
+        """What was noted and not built yet: flat position in the block tables [rows, table_width] -> last block id."""
+        width, found = self._attention.table_width, {}
+        for row, start, blocks in self._updates:
+            at = row * width + start
+            if len(blocks) == 1:  # a decode row's next block
+                found[at] = blocks[0]
+            else:
+                found.update(zip(range(at, at + len(blocks)), blocks, strict=True))
         self._updates.clear()
-        unique, last = np.unique(positions[::-1], return_index=True)
-        return unique, values[::-1][last]
+        return found
+
+    @staticmethod
+    def update_arrays(updates: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Their positions int64 [U] and block ids int32 [U]."""
+        count = len(updates)
+        return np.fromiter(updates.keys(), np.int64, count), np.fromiter(updates.values(), np.int32, count)

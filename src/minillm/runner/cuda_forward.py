@@ -1,8 +1,9 @@
-"""The forward pass on a GPU: decode steps over buffers that stay, replayed as graphs; all other steps launch by launch.
+"""The forward pass on a GPU: decode steps and short prefills replayed as graphs, all else launch by launch.
 
 ```
 decode rows only   pack rows, tokens, positions, table changes ──one copy──► device
-                   graph of the padded size: prepare_decode, decoder, output head, largest values
+                   graph of the padded size: prepare_decode, decoder, output head, flags of what is not finite
+a short prefill    batch as built by CudaBatchBuilder, copied to its place ──► graph of the padded size: decoder
 anything else      batch as built by CudaBatchBuilder ──► the same decoder, launched from here
 ```
 """
@@ -17,16 +18,27 @@ import torch
 from torch import Tensor
 
 from minillm.attention.cuda import CudaAttention
-from minillm.attention.cuda_prepare import UPDATE_INTS, DecodeBuffers, pack_step
+from minillm.attention.cuda_prepare import DecodeBuffers, pack_step
 from minillm.core.plan import StepPlan
 from minillm.models.cuda_decoder import CudaDecoder, DecoderOps, why_not
 from minillm.runner.batch_builder import StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder
 from minillm.runner.cuda_graphs import StepGraphs, cuda_capture, padded_sizes
 from minillm.runner.device import StepDevice
+from minillm.runner.finite_rows import flag_not_finite
+from minillm.runner.sampler import Sampler
+from minillm.runner.short_prefill import ShortPrefill
 from minillm.runner.step_handle import StepHandle
 
 logger = logging.getLogger(__name__)
+
+
+def _report_columns(report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a step's report, uint8 [10 * capacity]: tokens int64, rows that could not be sampled, and rows that are
+    not finite, bool [capacity] both."""
+    capacity = len(report) // 10
+    tokens, failed, not_finite = report.split((8 * capacity, capacity, capacity))
+    return tokens.view(torch.int64), failed.view(torch.bool), not_finite.view(torch.bool)
 
 
 def fused_decoder(model: Any, attention: CudaAttention, ops: DecoderOps | None) -> CudaDecoder | None:
@@ -58,7 +70,9 @@ class CudaForward:
         where, max_num_seqs = last_tokens.device, len(last_tokens)
         self._decoder, self._attention, self._builder, self._device = decoder, attention, builder, device
         self._last_tokens = last_tokens
-        self.graphs = StepGraphs(padded_sizes(max_num_seqs), cuda_capture(where) if graphs else None)
+        capture = cuda_capture(where) if graphs else None
+        self.graphs = StepGraphs(padded_sizes(max_num_seqs), capture)
+        self.short_prefill = ShortPrefill(decoder, attention, max_num_seqs, capture)
         capacity = self.graphs.sizes[-1]
         self.buffers = DecodeBuffers(capacity, attention.table_width, where)
         self._workspace = decoder.workspace(max(max_num_batched_tokens, 1))
@@ -66,14 +80,22 @@ class CudaForward:
         self._decode_workspace = decoder.workspace(capacity)
         config = decoder.model.config
         self._logits = torch.empty((capacity, config.vocab_size), dtype=torch.float32, device=where)
-        self._largest = torch.empty(capacity, dtype=decoder.model.dtype, device=where)
+        # What the host wants to know of a step, for one copy: tokens, then flags.
+        self._report = torch.zeros(10 * capacity, dtype=torch.uint8, device=where)
+        self._tokens, self._failed, self._not_finite = _report_columns(self._report)
         self._every_row = torch.arange(capacity, device=where)
 
     def run(self, batch: StepBatch) -> Tensor:
         """Hidden states [T, hidden_size] of a built batch, valid until the next call of this or `decode`."""
+        if self.short_prefill.takes(batch):
+            hidden = self.short_prefill.run(batch)
+            if hidden is not None:
+                return hidden
+            context = self._attention
+        else:
+            context = self._attention.begin(batch.metadata)
         if batch.num_tokens > self._workspace.capacity:
             self._workspace = self._decoder.workspace(batch.num_tokens)
-        context = self._attention.begin(batch.metadata)
         return self._decoder.forward(batch.input_ids, batch.positions, context, self._workspace)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -89,12 +111,19 @@ class CudaForward:
         """Send what a decode step needs; its batch is on the device once :meth:`decode` has made it."""
         columns, buffers = plan.decodes, self.buffers
         count, rows = len(columns), columns.rows
-        message = pack_step(rows, columns.token_ids, columns.positions, self._updates(rows), buffers.capacity)
+        message = pack_step(
+            rows,
+            columns.token_ids,
+            columns.positions,
+            columns.output_indices,
+            self._updates(rows),
+            buffers.capacity,
+        )
         self._device.upload.into(buffers.step, message)
         return StepBatch(
             input_ids=buffers.input_ids[:count],
             positions=buffers.positions[:count],
-            slots=np.array(columns.kv_slots, dtype=np.int64),
+            slots=columns.kv_slots,
             metadata=None,
             placeholders=None,
             logit_tokens=self._every_row[:count],
@@ -110,24 +139,68 @@ class CudaForward:
         self.graphs.run(self.graphs.size_for(count), self._decode_rows)
         handle.hidden = self._decode_workspace.hidden[:count]
         handle.logits = self._logits[:count]
-        handle.largest = self._device.to_host(self._largest[:count])
+        handle.not_finite = self._not_finite[:count]  # to travel to the host with the tokens
+
+    def sample(self, handle: StepHandle, sampler: Sampler) -> bool:
+        """Sample a decode step whose rows ask for nothing but a draw, with what is on the device already.
+
+        False, with nothing done, where there is more to it: edits of the logits, scores, no kernels for it.
+        """
+        batch, buffers, kernels = handle.batch, self.buffers, sampler.kernels
+        assert handle.logits is not None
+        if kernels is None or sampler.state.slot_params is None:
+            return False
+        rows = np.array(batch.sampling_rows, dtype=np.int64)
+        if not sampler.state.assigned[rows].all():
+            return False
+        kinds = sampler.kinds(rows)
+        if len(kinds.scored) or kinds.may_edit(np.array(batch.output_indices, dtype=np.int64)):
+            return False
+        count = batch.num_tokens
+        tokens = self._tokens[:count]
+        kernels.sample(
+            handle.logits,
+            buffers.sent_rows[:count],
+            buffers.output_indices[:count],
+            sampler.state.slot_params.on_device(),
+            tokens,
+            self._failed[:count],
+            random=kinds.random,
+            filtered=kinds.filtered,
+        )
+        self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
+        columns = _report_columns(self._device.to_host(self._report))
+        handle.tokens, handle.unsampled, handle.not_finite = (column[:count] for column in columns)
+        return True
+
+    def warm_up(self) -> None:
+        """Capture decode steps of all sizes ahead of their use. Writes slot 0, and row 0's part of the block tables."""
+        message = pack_step([0], [0], [0], [0], [0, 0, 0], self.buffers.capacity)
+        self._device.upload.into(self.buffers.step, message)
+        self.graphs.warm_up(self._decode_rows)
 
     def close(self) -> None:
         """Drop the graphs."""
         self.graphs.close()
+        self.short_prefill.graphs.close()
 
-    def _updates(self, rows: list[int]) -> np.ndarray:
-        """Table changes to travel with the step: int32 [U, 3] (row, index, block). Others are applied apart."""
-        positions, blocks = self._builder.take_updates()
-        nothing = np.zeros((0, UPDATE_INTS), dtype=np.int32)
-        if not len(positions):
-            return nothing
-        changed, index = np.divmod(positions, self._attention.table_width)
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory, beside torch's own, that graphs may come to take."""
+        return self.graphs.reserved_bytes + self.short_prefill.graphs.reserved_bytes
+
+    def _updates(self, rows: list[int]) -> list[int]:
+        """Table changes to travel with the step: (row, index, block) one after the other. Others are applied apart."""
+        updates = self._builder.take_updates()
+        if not updates:
+            return []
+        width = self._attention.table_width
+        changes = [(*divmod(position, width), block) for position, block in updates.items()]
         # Each row's own thread block applies its changes, so a row without one needs another way.
-        if len(positions) > self.buffers.max_updates or not np.isin(changed, rows).all():
-            self._attention.update_tables(*self._device.upload.together([positions, blocks]))
-            return nothing
-        return np.stack((changed, index, blocks), axis=1).astype(np.int32)
+        if len(changes) <= self.buffers.max_updates and {change[0] for change in changes} <= set(rows):
+            return [number for change in changes for number in change]
+        self._attention.update_tables(*self._device.upload.together(self._builder.update_arrays(updates)))
+        return []
 
     def _decode_rows(self, size: int) -> None:
         """The launches of a step of `size` rows; the only host state that they follow is the size."""
@@ -137,4 +210,4 @@ class CudaForward:
             buffers.input_ids[:size], buffers.positions[:size], context, self._decode_workspace
         )
         self._decoder.compute_logits(hidden, self._logits[:size])
-        torch.linalg.vector_norm(hidden, torch.inf, -1, out=self._largest[:size])
+        flag_not_finite(hidden, self._not_finite[:size])

@@ -47,19 +47,30 @@ def largest_decode(max_num_seqs: int) -> StepPlan:
     return StepPlan(1, decodes, [], table_updates=[TableUpdate(row, 0, [0]) for row in rows])
 
 
+def short_chunks_on_long_contexts(max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int) -> StepPlan:
+    """Every sequence computes its last few tokens: where attention splits most and so keeps most partial results."""
+    count = min(max_num_seqs, max_tokens)
+    length = min(max_tokens // count, max_model_len)
+    table = [0] * -(-max_model_len // block_size)
+    chunks = [
+        PrefillChunk(f"{row}", row, [0] * length, max_model_len - length, max_model_len, table, (), 0, False)
+        for row in range(count)
+    ]
+    return StepPlan(0, DecodeBatch(), chunks)
+
+
 def run_largest_step(
     runner: PyTorchModelRunner, *, max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int
 ) -> None:
-    """Run the largest prefill and decode; block 0 is zeros again afterwards, and rows are unassigned.
+    """Run both steps; block 0 is zeros again afterwards, and rows are unassigned.
 
     Raises RuntimeError if a row failed with an exception (out of memory, say); numbers that are not finite are no
     matter here.
     """
-    decode = largest_decode(max_num_seqs)
+    runner.reserve(short_chunks_on_long_contexts(max_num_seqs, max_tokens, max_model_len, block_size))
     for plan in (
         largest_prefill(max_num_seqs, max_tokens, max_model_len, block_size),
-        decode,
-        decode,  # the second time it is captured as a CUDA graph, if it can be
+        largest_decode(max_num_seqs),
     ):
         handle = runner.forward(plan)
         runner.sample(handle)

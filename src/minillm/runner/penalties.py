@@ -94,6 +94,10 @@ class PenaltyState:
         self._history[slots, self._upload(lengths)] = tokens
         self._lengths[rows] += 1
 
+    def any_of(self, rows: np.ndarray) -> bool:
+        """Whether one of `rows` has penalties."""
+        return bool((self._slot[rows] >= 0).any())
+
     def active(self, rows: np.ndarray) -> np.ndarray:
         """Positions in `rows` whose logits a penalty may change now."""
         return np.flatnonzero((self._slot[rows] >= 0) & (self._lengths[rows] > 0))

@@ -48,6 +48,7 @@ from minillm.runner.batch_builder import BatchBuilder, StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder
 from minillm.runner.cuda_forward import CudaForward, fused_decoder
 from minillm.runner.device import is_device_failure, step_device
+from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.logprobs import LogprobTensors
 from minillm.runner.sampler import Sampler
 from minillm.runner.step_handle import StepHandle, StepUnit, step_units
@@ -166,7 +167,22 @@ class PyTorchModelRunner:
     @property
     def graph_bytes(self) -> int:
         """Device memory, beside torch's own, that CUDA graphs may come to take."""
-        return 0 if self.cuda_forward is None else self.cuda_forward.graphs.reserved_bytes
+        return 0 if self.cuda_forward is None else self.cuda_forward.graph_bytes
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Do ahead of the first request what would hold up later ones: CUDA graphs of decode steps."""
+        if self.cuda_forward is not None:
+            with self._device.active():
+                self.cuda_forward.warm_up()
+                self.cache.clear_slots(torch.zeros(1, dtype=torch.int64))
+
+    @torch.inference_mode()
+    def reserve(self, plan: StepPlan) -> None:
+        """Take the memory that attention plans for `plan`, without running it."""
+        if self._asynchronous:
+            with self._device.active():
+                self._attention(self.builder.build(plan).metadata)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepHandle:
@@ -201,19 +217,11 @@ class PyTorchModelRunner:
         if not batch.sampling_rows:
             return
         with self._device.active():
-            start = self._device.mark()
-            if handle.hidden is None:  # the only row raised in the forward pass
-                tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64, device=self.cache.device)
-                unsampled = tokens == 0
-            else:
-                if masks is not None:
-                    masks = masks.to(self.cache.device, non_blocking=True)
-                logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
-                tokens, unsampled = self._sample_rows(handle, logits, masks)
-                handle.hidden = handle.logits = None
-            self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
-            self.sampler.state.append(batch.sampling_rows, tokens)
-            handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
+            start = handle.marks[-1] if masks is None else self._device.mark()
+            fused = self.cuda_forward if handle.logits is not None and masks is None else None
+            if fused is None or not fused.sample(handle, self.sampler):
+                self._sample(handle, masks)
+            handle.hidden = handle.logits = None
             handle.marks += [start, self._device.mark()]
 
     @torch.inference_mode()
@@ -221,8 +229,8 @@ class PyTorchModelRunner:
         """Wait for the step's end and report it."""
         with self._device.active():
             self._device.wait(handle.marks[-1])
-            if handle.largest is not None:
-                self._fail_tokens(handle, handle.largest.isfinite().logical_not_())
+            if handle.not_finite is not None:
+                self._fail_tokens(handle, handle.not_finite)
             tokens, logprobs = self._results(handle)
             timings = self._timings(handle)
         prompt_logprobs = {
@@ -400,7 +408,8 @@ class PyTorchModelRunner:
     def _look_for_not_finite(self, handle: StepHandle, hidden: Tensor) -> None:
         """Fail every row with a hidden state that is not finite, or leave that to `collect`."""
         if self._asynchronous:
-            handle.largest = self._device.to_host(torch.linalg.vector_norm(hidden, torch.inf, -1))
+            flags = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+            handle.not_finite = self._device.to_host(flag_not_finite(hidden, flags))
             return
         if hidden.sum(dtype=torch.float32).isfinite() or hidden.isfinite().all():
             return  # a finite sum has finite terms; only the rare other case looks at all of them
@@ -419,7 +428,7 @@ class PyTorchModelRunner:
             handle.failures.update(dict.fromkeys(unit.sampling, error))
         else:
             handle.failed_requests[unit.request_id] = error
-        self.cache.clear_slots(torch.from_numpy(handle.batch.slots[unit.tokens]))
+        self.cache.clear_slots(torch.as_tensor(handle.batch.slots[unit.tokens], dtype=torch.int64))
 
     def _score_prompts(self, handle: StepHandle, hidden: Tensor) -> None:
         """Log-probabilities of the prompt positions that this step's chunks predict, for those that ask."""
@@ -451,6 +460,23 @@ class PyTorchModelRunner:
         return pieces
 
     # -- sampling ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, handle: StepHandle, masks: Any | None) -> None:
+        """Any mixture of rows; their tokens on their way to the host."""
+        batch = handle.batch
+        if handle.hidden is None:  # the only row raised in the forward pass
+            tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64, device=self.cache.device)
+            unsampled = tokens == 0
+        else:
+            if masks is not None:
+                masks = self._device.upload(masks)
+            logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
+            tokens, unsampled = self._sample_rows(handle, logits, masks)
+        self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
+        self.sampler.state.append(batch.sampling_rows, tokens)
+        handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
+        if handle.logits is not None and handle.not_finite is not None:
+            handle.not_finite = self._device.to_host(handle.not_finite)
 
     def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
         """float32 [R, vocab_size] of the sampling rows; a token that several rows sample goes through the head once."""

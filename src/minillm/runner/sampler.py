@@ -15,7 +15,7 @@ The alternative, an exponential race over V random numbers per row, would cost V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minillm.core.sampling_params import SamplingParams
 from minillm.memory.staging import Upload, upload_to
+from minillm.runner.cuda_sampling import MAX_VOCAB, SamplingKernels, SlotParams, invalid_bitmap
 from minillm.runner.logprobs import LogprobTensors, compute_logprobs
 from minillm.runner.penalties import PenaltyState
 from minillm.runner.philox import UniformRows
@@ -33,6 +34,9 @@ MAX_CANDIDATES = 256
 """Up to this top_k the candidates are selected with torch.topk."""
 
 _MAX_INDEX = 2**31 - 1
+
+MakeKernels = Callable[[int, int, Tensor | None, torch.device], SamplingKernels]
+"""(most rows, first id of the padding, bitmap of other invalid ids, device); :class:`SamplingKernels` is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,10 @@ class SampleResult:
 
 
 class SamplerState:
-    """Sampling parameters of each row (sequence slot), as host arrays, with the penalty counts on the device."""
+    """Sampling parameters of each row (sequence slot), as host arrays, with the penalty counts on the device.
+
+    ``on_device`` says to keep the parameters of the draw there too, for the kernels.
+    """
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class SamplerState:
         device: torch.device | str,
         eos_token_ids: Sequence[int] = (),
         upload: Upload | None = None,
+        on_device: bool = False,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
@@ -77,6 +85,7 @@ class SamplerState:
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.uniforms = UniformRows(max_num_seqs)
+        self.slot_params = SlotParams(max_num_seqs, self.device, self.upload) if on_device else None
         self.penalties = PenaltyState(max_num_seqs, vocab_size, self.device, self.upload)
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}
         self.stop_ids: dict[int, Tensor] = {}
@@ -105,6 +114,8 @@ class SamplerState:
         self.top_p[row] = params.top_p
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        if self.slot_params is not None:
+            self._send_params(row, seed, choice)
         if params.logit_bias:
             ids = np.array(list(params.logit_bias), dtype=np.int64)
             values = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -115,6 +126,20 @@ class SamplerState:
             self.stop_ids[row] = self.upload(np.array(stops, dtype=np.int64))
         self.assigned[row] = True
         self.version += 1
+
+    def _send_params(self, row: int, seed: int, choice: int) -> None:
+        assert self.slot_params is not None
+        seed &= 2**64 - 1
+        self.slot_params.host[row] = (
+            self.temperature[row],
+            self.min_p[row],
+            self.top_p[row],
+            self.top_k[row],
+            seed - 2**64 if seed >= 2**63 else seed,
+            choice,
+            self.greedy[row],
+        )
+        self.slot_params.changed(row)
 
     def release(self, row: int) -> None:
         """Drop what the row holds; idempotent."""
@@ -128,6 +153,30 @@ class SamplerState:
     def append(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Count `tokens` (int64 [R], on the device) as output of `rows`, each row at most once in a call."""
         self.penalties.append(np.asarray(rows, dtype=np.int64), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RowKinds:
+    """What the rows of a call ask for; as long as no row is assigned anew, the same rows ask for the same."""
+
+    random: bool
+    """Whether any is not greedy."""
+    filtered: bool
+    """Whether any of those has top_k or top_p."""
+    biased: list[int]
+    """Positions with a logit_bias."""
+    min_tokens: int
+    """The greatest."""
+    penalised: bool
+    """Whether any has penalties."""
+    scored: np.ndarray
+    """Positions that want logprobs."""
+    scored_on_device: Tensor | None
+    num_logprobs: list[int]
+
+    def may_edit(self, indices: np.ndarray) -> bool:
+        """Whether a row's logits are changed before the choice, at these output indices."""
+        return bool(self.biased or self.penalised or (self.min_tokens and (indices < self.min_tokens).any()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +204,21 @@ class Sampler:
         eos_token_ids: Sequence[int] = (),
         invalid_token_ids: Sequence[int] = (),
         upload: Upload | None = None,
+        make_kernels: MakeKernels | None = None,
     ) -> None:
         """`vocab_size` is the width of the logits; `invalid_token_ids` are ids that stand for no token (padding).
-        `upload` None makes one for `device`."""
-        self.state = SamplerState(max_num_seqs, vocab_size, device, eos_token_ids, upload)
+        `upload` None makes one for `device`, `make_kernels` None those of a GPU (on a CPU, tensor operations)."""
+        device = torch.device(device)
+        if make_kernels is None and device.type == "cuda" and vocab_size <= MAX_VOCAB:
+            make_kernels = SamplingKernels
+        self.state = SamplerState(max_num_seqs, vocab_size, device, eos_token_ids, upload, make_kernels is not None)
         self._upload = self.state.upload
         self._workspace = Workspace(self.state.device)
         self._groups: list[_Group] = []
         self._groups_of: tuple[int, bytes] = (-1, b"")
+        self._last_rows: tuple[list[int], np.ndarray] = ([], np.empty(0, dtype=np.int64))
+        self._kinds: RowKinds | None = None
+        self._kinds_of: tuple[int, bytes] = (-1, b"")
         invalid = sorted(set(invalid_token_ids))
         if invalid and not 0 <= invalid[0] <= invalid[-1] < vocab_size:
             raise ValueError(f"invalid_token_ids {invalid[0]}..{invalid[-1]} outside the vocabulary of {vocab_size}")
@@ -170,54 +226,141 @@ class Sampler:
         while invalid and invalid[-1] == self._first_padding - 1:
             self._first_padding = invalid.pop()
         self._invalid_ids = torch.tensor(invalid, dtype=torch.int64, device=device)
+        self.kernels: SamplingKernels | None = None
+        if make_kernels is not None and self._first_padding:
+            bitmap = torch.from_numpy(invalid_bitmap(invalid, vocab_size)).to(device) if invalid else None
+            self.kernels = make_kernels(max_num_seqs, self._first_padding, bitmap, device)
+        self._sent = torch.empty(2 * max_num_seqs, dtype=torch.int32, device=device)
+        self._sent_views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sample(
         self, logits: Tensor, rows: Sequence[int], indices: Sequence[int], allowed: Tensor | None = None
     ) -> SampleResult:
         """Sample one token for each of R sampling rows.
 
-        ``logits`` float32 [R, V], left as they are but for invalid ids, which become -inf; ``rows``, the slot of each;
-        ``indices``, the output index that each samples. ``allowed``: which tokens may come, bool [R, V] or a bitmask
-        int32 [R, ceil(V / 32)] (bit i of word w is token 32 w + i). The same slot may come more than once.
+        ``logits`` float32 [R, V] (for kernels, bfloat16 too), left as they are but for invalid ids, which may become
+        -inf; ``rows``, the slot of each; ``indices``, the output index that each samples. ``allowed``: which tokens may
+        come, bool [R, V] or a bitmask int32 [R, ceil(V / 32)] (bit i of word w is token 32 w + i). The same slot may
+        come more than once.
         """
-        row_array = np.asarray(rows, dtype=np.int64)
+        row_array = self._row_array(rows)
         index_array = np.asarray(indices, dtype=np.int64)
-        self._check(logits, row_array, index_array)
+        self._check(logits, len(row_array), len(index_array))
         if not len(row_array):
             empty = torch.zeros(0, dtype=torch.int64, device=logits.device)
             return SampleResult(empty, empty.bool(), None, [])
-        self._mask_invalid(logits)
-        work = self._edit(logits, row_array, index_array, allowed)
-        maxima, tokens = work.max(dim=-1)
-        failed = _not_finite(maxima)
-        if work is not logits:
-            # An edit may hide a NaN or inf of the model behind its mask.
-            failed |= _not_finite(logits.amax(-1))
-        if not self.state.greedy[row_array].all():
-            self._draw_random(work, maxima, failed, tokens, row_array, index_array)
-        tokens.masked_fill_(failed, 0)
-        asked = np.flatnonzero(self.state.num_logprobs[row_array] >= 0)
+        kinds = self.kinds(row_array)
+        if self.kernels is not None:
+            logits, tokens, failed = self._sample_by_kernels(logits, row_array, index_array, allowed, kinds)
+        else:
+            self._mask_invalid(logits)
+            work = self._edit(logits, row_array, index_array, allowed, kinds)
+            maxima, tokens = work.max(dim=-1)
+            failed = _not_finite(maxima)
+            if work is not logits:
+                failed |= self._hidden_failures(logits)
+            if kinds.random:
+                self._draw_random(work, maxima, failed, tokens, row_array, index_array)
+            tokens.masked_fill_(failed, 0)
         logprobs = None
-        if len(asked):
-            where = self._upload(asked)
-            counts = self.state.num_logprobs[row_array[asked]].tolist()
-            logprobs = compute_logprobs(_take(logits, asked, where), tokens[where], counts)
-        return SampleResult(tokens, failed, logprobs, asked.tolist())
+        if kinds.scored_on_device is not None:
+            scored = _take(logits, kinds.scored, kinds.scored_on_device)
+            logprobs = compute_logprobs(scored, tokens[kinds.scored_on_device], kinds.num_logprobs)
+        return SampleResult(tokens, failed, logprobs, kinds.scored.tolist())
+
+    def _row_array(self, rows: Sequence[int]) -> np.ndarray:
+        """`rows` as int64 [R]; in decoding they are mostly those of the last call, and comparing lists is cheap."""
+        if not isinstance(rows, list):
+            return np.asarray(rows, dtype=np.int64)
+        known, array = self._last_rows
+        if rows != known:
+            array = np.array(rows, dtype=np.int64)
+            self._last_rows = (list(rows), array)
+        return array
+
+    def kinds(self, rows: np.ndarray) -> RowKinds:
+        """What these rows (slots, int64 [R], R > 0) ask for; ValueError if one is not assigned."""
+        state = self.state
+        key = (state.version, rows.tobytes())
+        if self._kinds is None or key != self._kinds_of:
+            if not state.assigned[rows].all():
+                raise ValueError(f"rows {rows[~state.assigned[rows]].tolist()} are not assigned")
+            random = ~state.greedy[rows]
+            scored = np.flatnonzero(state.num_logprobs[rows] >= 0)
+            self._kinds = RowKinds(
+                random=bool(random.any()),
+                filtered=bool((random & ((state.top_k[rows] < state.vocab_size) | (state.top_p[rows] < 1.0))).any()),
+                biased=[i for i, row in enumerate(rows.tolist()) if row in state.bias] if state.bias else [],
+                min_tokens=int(state.min_tokens[rows].max()),
+                penalised=state.penalties.any_of(rows),
+                scored=scored,
+                scored_on_device=self._upload(scored) if len(scored) else None,
+                num_logprobs=state.num_logprobs[rows[scored]].tolist(),
+            )
+            self._kinds_of = key
+        return self._kinds
+
+    def _sample_by_kernels(
+        self, logits: Tensor, rows: np.ndarray, indices: np.ndarray, allowed: Tensor | None, kinds: RowKinds
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits that logprobs may score, tokens, failed)."""
+        assert self.kernels is not None and self.state.slot_params is not None
+        edit = allowed is not None or kinds.may_edit(indices)
+        if edit or len(kinds.scored):
+            logits = logits.float()  # as it is, if it is float32
+            self._mask_invalid(logits)
+        work = self._edit(logits, rows, indices, allowed, kinds) if edit else logits
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        failed = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
+        slots, output_indices = self._send(rows, indices)
+        self.kernels.sample(
+            work,
+            slots,
+            output_indices,
+            self.state.slot_params.on_device(),
+            tokens,
+            failed,
+            random=kinds.random,
+            filtered=kinds.filtered,
+        )
+        if work is not logits:
+            failed |= self._hidden_failures(logits)
+            tokens.masked_fill_(failed, 0)
+        return logits, tokens, failed
+
+    def _send(self, rows: np.ndarray, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Both as int32 on the device, where the next call overwrites them, in stream order."""
+        count = len(rows)
+        views = self._sent_views.get(count)
+        if views is None:
+            if 2 * count > len(self._sent):
+                self._sent = torch.empty(4 * count, dtype=torch.int32, device=self.state.device)
+                self._sent_views.clear()
+            views = self._sent_views[count] = (self._sent[:count], self._sent[count : 2 * count])
+        both = np.empty(2 * count, dtype=np.int32)
+        both[:count] = rows
+        both[count:] = indices
+        self._upload.into(self._sent, both)
+        return views
+
+    @staticmethod
+    def _hidden_failures(logits: Tensor) -> Tensor:
+        """Rows in which an edit may hide a NaN or inf of the model behind its mask."""
+        return _not_finite(logits.amax(-1))
 
     def score(self, logits: Tensor, next_ids: Tensor, num_top: int) -> LogprobTensors:
         """Score a chunk of a prompt: row i of `logits` [R, V] predicts ``next_ids[i]``. For `prompt_logprobs`."""
         self._mask_invalid(logits)
         return compute_logprobs(logits, next_ids, [num_top] * len(next_ids))
 
-    def _check(self, logits: Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
-        expected = (len(rows), self.state.vocab_size)
-        if tuple(logits.shape) != expected or logits.dtype != torch.float32 or len(indices) != len(rows):
+    def _check(self, logits: Tensor, num_rows: int, num_indices: int) -> None:
+        expected = (num_rows, self.state.vocab_size)
+        right = logits.dtype == torch.float32 or (self.kernels is not None and logits.dtype == torch.bfloat16)
+        if logits.shape != expected or not right or num_indices != num_rows:
             raise ValueError(
-                f"logits {tuple(logits.shape)} {logits.dtype} and {len(indices)} indices for {len(rows)} rows; "
+                f"logits {tuple(logits.shape)} {logits.dtype} and {num_indices} indices for {num_rows} rows; "
                 f"float32 {expected} is needed"
             )
-        if not self.state.assigned[rows].all():
-            raise ValueError(f"rows {rows[~self.state.assigned[rows]].tolist()} are not assigned")
 
     def _mask_invalid(self, logits: Tensor) -> None:
         if self._first_padding < self.state.vocab_size:
@@ -225,10 +368,13 @@ class Sampler:
         if len(self._invalid_ids):
             logits.index_fill_(-1, self._invalid_ids, -torch.inf)
 
-    def _edit(self, logits: Tensor, rows: np.ndarray, indices: np.ndarray, allowed: Tensor | None) -> Tensor:
+    def _edit(
+        self, logits: Tensor, rows: np.ndarray, indices: np.ndarray, allowed: Tensor | None, kinds: RowKinds
+    ) -> Tensor:
         """The logits after bias, masks and penalties: a copy, or `logits` itself where no row needs any."""
-        state = self.state
-        biased = [i for i, row in enumerate(rows.tolist()) if row in state.bias] if state.bias else []
+        if allowed is None and not kinds.may_edit(indices):
+            return logits
+        state, biased = self.state, kinds.biased
         held_back = np.flatnonzero(indices < state.min_tokens[rows])
         penalised = state.penalties.active(rows)
         if not (biased or len(held_back) or len(penalised) or allowed is not None):

@@ -26,8 +26,9 @@ class StepHandle:
     hidden: Tensor | None = None
     logits: Tensor | None = None
     """float32 [R, vocab_size] where the forward pass made them too."""
-    largest: Tensor | None = None
-    """[T] on the host: each token's largest absolute hidden value, where `collect` looks for what is not finite."""
+    not_finite: Tensor | None = None
+    """bool [T] on the host (until sampling maybe on the device): tokens whose hidden state is not finite, which
+    `collect` fails."""
     prompt_logprobs: list[tuple[PrefillChunk, list[LogprobTensors]]] = field(default_factory=list)
     tokens: Tensor | None = None
     """int64 [R] on the host, once sampled; `unsampled` bool [R] marks rows for which no token could be."""

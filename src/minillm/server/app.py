@@ -18,28 +18,41 @@ from minillm.server import sse
 from minillm.server.chat import Chat
 from minillm.server.completions import Completions
 from minillm.server.config import ServerConfig
+from minillm.server.dashboard import Dashboard
 from minillm.server.errors import ApiError, as_api_error
+from minillm.server.exposition import Exposition, HttpMetrics
 from minillm.server.gate import Gate
 from minillm.server.generation import ReaderEndpoint
-from minillm.server.intake import detokenize, tokenize
+from minillm.server.openapi import document
 from minillm.server.state import ServerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from minillm.engine.runtime import Runtime
+    from minillm.server.metrics import EngineMetrics
 
 
-def create_app(runtime: Runtime, config: ServerConfig | None = None) -> FastAPI:
+def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: EngineMetrics | None = None) -> FastAPI:
     """The application around a running engine. `app.state.server` is its :class:`ServerState`.
 
-    The caller closes the runtime, after the application has ended.
+    `metrics` is the runtime's observer; without it there is no /metrics and no /dashboard. The caller closes the
+    runtime, after the application has ended.
     """
     state = ServerState(runtime, config or ServerConfig())
+    exposition = dashboard = None
+    if metrics is not None:
+        name = state.model_names[0]
+        exposition = Exposition(runtime, metrics, model_name=name, prefix=state.config.metrics_prefix)
+        dashboard = Dashboard(runtime, metrics, model_name=name, show_text=state.config.show_prompts)
+        state.on_drain.append(dashboard.close)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        if exposition is not None and dashboard is not None:
+            exposition.close()
+            dashboard.close()
         await state.close()
 
     app = FastAPI(
@@ -50,8 +63,14 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     _add_routes(app, state)
     _add_error_handlers(app)
+    if exposition is not None and dashboard is not None:
+        app.state.dashboard = dashboard
+        app.include_router(dashboard.router())
+        app.add_route("/metrics", exposition.endpoint)
+        app.add_middleware(HttpMetrics, registry=exposition.registry)
     app.add_middleware(Gate, api_keys=state.config.api_keys)
     if state.config.cors_origins:
         app.add_middleware(
@@ -68,8 +87,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     for path, endpoint in (
         ("/v1/completions", Completions(state)),
         ("/v1/chat/completions", Chat(state)),
-        ("/tokenize", ReaderEndpoint(state, tokenize)),
-        ("/detokenize", ReaderEndpoint(state, detokenize)),
+        ("/tokenize", ReaderEndpoint(state, "tokenize")),
+        ("/detokenize", ReaderEndpoint(state, "detokenize")),
     ):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 

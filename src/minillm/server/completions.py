@@ -13,7 +13,6 @@ from minillm.engine.outputs import CompletionOutput, RequestOutput, TokenEvent
 from minillm.server import sse
 from minillm.server.delivery import PromptScores, StreamSink
 from minillm.server.generation import Call, ChunkWriter, Endpoint, usage_of
-from minillm.server.intake import read_completion
 from minillm.server.logprobs import CompletionLogprobs, Scored, TokenSpeller, of_entry, of_event
 from minillm.server.protocol import CompletionRequest
 
@@ -22,7 +21,7 @@ class Completions(Endpoint):
     """Text in, text out."""
 
     prefix = "cmpl"
-    reader = staticmethod(read_completion)
+    kind = "completion"
     chunk_kind = "text_completion"
 
     def params(self, request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from minillm.core.errors import ConfigError
 
 MIB = 1 << 20
+METRICS_PREFIXES = ("vllm", "minillm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class ServerConfig:
     - ``priority_range``: what clients' `priority` is clamped to; lower runs first.
     - ``grace``: seconds that running requests have to finish in after the first SIGTERM.
     - ``cors_origins``: origins whose pages may call the server; empty sends no CORS headers.
+    - ``show_prompts``: explanations of live requests show their prompts and outputs to whoever has a key.
     - ``metrics_prefix``: first part of the metrics' names, as `vllm` or `minillm`.
     """
 
@@ -33,9 +35,13 @@ class ServerConfig:
     priority_range: tuple[int, int] = (0, 100)
     grace: float = 30.0
     cors_origins: tuple[str, ...] = ()
+    show_prompts: bool = False
     metrics_prefix: str = "vllm"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics_prefix", self.metrics_prefix.removesuffix(":"))
+        if self.metrics_prefix not in METRICS_PREFIXES:
+            raise ConfigError(f"metrics_prefix={self.metrics_prefix!r} must be one of {', '.join(METRICS_PREFIXES)}")
         low, high = self.priority_range
         if low > high or not -(2**63) <= low <= high < 2**63:
             raise ConfigError(f"priority_range={low}:{high} must be LOW:HIGH with LOW <= HIGH, each of 64 bits")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minillm.core.stats import SchedulerStats
     from minillm.engine.runtime import Runtime
 
-PREFIXES = ("vllm:", "minillm:")
+PREFIXES = ("vllm", "minillm")
 OWN = "minillm:"
 WAIT_KINDS = ("blocks", "slots", "budget", "drain", "batch")
 HTTP_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -147,13 +147,13 @@ OWN_HISTOGRAMS: tuple[tuple[str, str, Callable[[Sums], Histogram]], ...] = (
 class EngineCollector(Collector):
     """Reads one engine at every scrape; nothing is kept here."""
 
-    def __init__(self, runtime: Runtime, metrics: EngineMetrics, model_name: str, prefix: str = "vllm:") -> None:
+    def __init__(self, runtime: Runtime, metrics: EngineMetrics, model_name: str, prefix: str = "vllm") -> None:
         """`metrics` is the runtime's observer. Raises :class:`ConfigError` for an unknown prefix."""
-        if prefix not in PREFIXES:
-            raise ConfigError(f"metrics prefix {prefix!r} must be one of {', '.join(PREFIXES)}")
+        if prefix.removesuffix(":") not in PREFIXES:
+            raise ConfigError(f"metrics_prefix={prefix!r} must be one of {', '.join(PREFIXES)}")
         self._runtime = runtime
         self._metrics = metrics
-        self._prefix = prefix
+        self._prefix = prefix.removesuffix(":") + ":"
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
@@ -234,7 +234,7 @@ class Exposition:
     that neither the event loop nor a pool full of tokenising holds them up."""
 
     def __init__(
-        self, runtime: Runtime, metrics: EngineMetrics, *, model_name: str | None = None, prefix: str = "vllm:"
+        self, runtime: Runtime, metrics: EngineMetrics, *, model_name: str | None = None, prefix: str = "vllm"
     ) -> None:
         """`model_name` is the label that vLLM's boards select by; None takes the model's own name."""
         self.registry = CollectorRegistry(auto_describe=False)

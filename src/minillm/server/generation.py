@@ -26,7 +26,7 @@ from minillm.server.delivery import Collector, StreamSink
 from minillm.server.errors import ApiError, ClientGone, as_api_error, deadline_passed, draining
 from minillm.server.exchange import Exchange, Receive, Scope, Send
 from minillm.server.gate import CLIENT_ID_RULE, is_client_id
-from minillm.server.intake import ReadBody, Reader, ReadPrompt
+from minillm.server.intake import ReadBody, ReadPrompt
 from minillm.server.protocol import GenerationRequest
 from minillm.server.state import ServerState
 
@@ -64,7 +64,8 @@ class Endpoint:
 
     prefix: str
     """First part of the answer's id."""
-    reader: Reader
+    kind: str
+    """What the intake reads the body as."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -113,11 +114,13 @@ class Endpoint:
         body = await exchange.read_json_body(state.config.max_body_size, state.config.body_timeout)
         collector = Collector()
         async with exchange.watch_hang_up(collector):
-            read = await state.intake.read(type(self).reader, body, lambda: not collector.hung_up)
+            read = await state.intake.read(self.kind, body, lambda: not collector.hung_up)
             del body
+            if collector.hung_up:
+                raise ClientGone
             state.check_open()
             call = self._call(exchange, read)
-            sinks, tickets = self._attach(exchange, call, collector)
+            sinks, tickets = await self._attach(exchange, call, collector)
             try:
                 if call.request.stream:
                     await self._stream(exchange, call, collector, sinks)
@@ -138,7 +141,9 @@ class Endpoint:
         model = request.model or self.state.model_names[0]
         return Call(f"{self.prefix}-{own}", int(time.time()), model, read, params)
 
-    def _attach(self, exchange: Exchange, call: Call, collector: Collector) -> tuple[list[StreamSink], list[Ticket]]:
+    async def _attach(
+        self, exchange: Exchange, call: Call, collector: Collector
+    ) -> tuple[list[StreamSink], list[Ticket]]:
         """Queue the call's requests. A live request of the same id gives this one another."""
         mailbox = self.state.mailbox
         streams = bool(call.request.stream)
@@ -146,8 +151,12 @@ class Endpoint:
         timeout = self._timeout(exchange, call.request)
         while True:
             arguments = [self._arguments(call, index, timeout) for index in range(len(call.prompts))]
+            requests = list(zip(arguments, sinks, strict=True))
             try:
-                return sinks, self.state.runtime.attach(list(zip(arguments, sinks, strict=True)))
+                if call.params.structured_outputs is None:
+                    return sinks, self.state.runtime.attach(requests)
+                # A grammar is compiled there, which may take a while.
+                return sinks, await asyncio.to_thread(self.state.runtime.attach, requests)
             except DuplicateRequestError:
                 call.id = f"{call.id}-{uuid.uuid4().hex[:8]}"
 
@@ -260,28 +269,23 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-async def serve_reader(state: ServerState, reader: Reader, exchange: Exchange) -> None:
-    """Answer with what an intake function makes of the body (/tokenize, /detokenize)."""
-    collector = Collector()
-    body = await exchange.read_json_body(state.config.max_body_size, state.config.body_timeout)
-    async with exchange.watch_hang_up(collector):
-        answer = await state.intake.read(reader, body, lambda: not collector.hung_up)
-        encoded = await asyncio.get_running_loop().run_in_executor(None, sse.encode, answer)
-    await exchange.answer_json(encoded)
-
-
 class ReaderEndpoint:
-    """An ASGI application around :func:`serve_reader`."""
+    """An ASGI application that answers with what the intake makes of the body (/tokenize, /detokenize)."""
 
-    def __init__(self, state: ServerState, reader: Reader) -> None:
+    def __init__(self, state: ServerState, kind: str) -> None:
         self.state = state
-        self.reader = reader
+        self.kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call."""
         exchange = Exchange(scope, receive, send)
+        config = self.state.config
+        collector = Collector()
         try:
-            await serve_reader(self.state, self.reader, exchange)
+            body = await exchange.read_json_body(config.max_body_size, config.body_timeout)
+            async with exchange.watch_hang_up(collector):
+                answer = await self.state.intake.read(self.kind, body, lambda: not collector.hung_up)
+            await exchange.answer_json(answer)
         except ClientGone:
             return
         except Exception as error:

@@ -1,6 +1,8 @@
 """From a body's bytes to a checked request with token ids: parsing, the chat template, tokenising.
 
-All of it is CPU work that grows with the body, so it runs in threads, never on the event loop.
+All of it is CPU work that grows with the body, so none of it runs on the event loop. Small bodies are read in threads.
+A large one would hold Python's global lock there for as long as one regular expression or one copy of it takes, up to
+seconds, and stop every stream: it goes to a process of its own (:mod:`minillm.server.intake_process`).
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from minillm.core.errors import EmptyPromptError, InvalidParameterError, PromptTooLongError
 from minillm.models.tokenizer import Tokenizer
 from minillm.server.errors import ApiError, ClientGone
+from minillm.server.intake_process import IntakeProcesses
 from minillm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -24,8 +28,13 @@ from minillm.server.protocol import (
     TokenizeRequest,
     decode,
 )
+from minillm.server.tools import plan_tools
 
 NUM_THREADS = 2
+LARGE_BODY = 64 << 10
+"""Bytes from which a body is read in another process."""
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +69,14 @@ class ReadPrompt(msgspec.Struct):
     text: str | None = None
 
 
-class ReadBody(msgspec.Struct):
+class ReadBody(msgspec.Struct, Generic[R]):
     """A checked request, without what is long in it (prompt, messages), and its prompts."""
 
-    request: CompletionRequest | ChatRequest
+    request: R
     prompts: list[ReadPrompt]
 
 
-def read_completion(body: bytes, tools: TextTools) -> ReadBody:
+def read_completion(body: bytes, tools: TextTools) -> ReadBody[CompletionRequest]:
     """Parse and tokenise a body of /v1/completions."""
     request = _decode_generation(body, tools, CompletionRequest)
     add_special = request.add_special_tokens is not False
@@ -76,13 +85,14 @@ def read_completion(body: bytes, tools: TextTools) -> ReadBody:
     return ReadBody(request, prompts)
 
 
-def read_chat(body: bytes, tools: TextTools) -> ReadBody:
+def read_chat(body: bytes, tools: TextTools) -> ReadBody[ChatRequest]:
     """Parse, render and tokenise a body of /v1/chat/completions."""
     request = _decode_generation(body, tools, ChatRequest)
     arguments = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", request.reasoning_effort)
-    ids = encode_chat(request, tools, arguments, None if request.tool_choice == "none" else request.tools)
+    plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    ids = encode_chat(request, tools, arguments, None if plan is None else plan.template_tools)
     tools.check_length(ids)
     request.messages = []
     request.chat_template_kwargs = None
@@ -110,7 +120,7 @@ def encode_chat(
     ids = text.tokenizer.apply_chat_template(
         request.messages or [],
         add_generation_prompt=not goes_on if prompted is None else prompted,
-        tools=tools or None,
+        tools=tools,
         chat_template=text.chat_template,
         continue_final_message=goes_on,
         chat_template_kwargs=arguments,
@@ -143,34 +153,48 @@ def _read_prompt(prompt: str | list[int], tools: TextTools, add_special_tokens: 
     return read
 
 
-def tokenize(body: bytes, tools: TextTools) -> dict[str, Any]:
-    """The answer of /tokenize."""
+def tokenize(body: bytes, tools: TextTools) -> bytes:
+    """The answer of /tokenize, as JSON."""
     request = decode(body, TokenizeRequest)
     tools.check_model(request.model)
     if (request.prompt is None) is (request.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt", code="missing_field")
     if request.messages is not None:
-        ids = encode_chat(request, tools, dict(request.chat_template_kwargs or {}), request.tools)
+        ids = encode_chat(request, tools, dict(request.chat_template_kwargs or {}), request.tools or None)
     else:
         ids = tools.tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": tools.max_model_len, "tokens": ids}
     if request.return_token_strs:
         answer["token_strs"] = [tools.tokenizer.id_to_piece(token_id) for token_id in ids]
-    return answer
+    return msgspec.json.encode(answer)
 
 
-def detokenize(body: bytes, tools: TextTools) -> dict[str, Any]:
-    """The answer of /detokenize."""
+def detokenize(body: bytes, tools: TextTools) -> bytes:
+    """The answer of /detokenize, as JSON."""
     request = decode(body, DetokenizeRequest)
     tools.check_model(request.model)
     size = tools.tokenizer.vocab_size
     for token_id in request.tokens:
         if not 0 <= token_id < size:
             raise InvalidParameterError("tokens", token_id, f"a token id must be in [0, {size})")
-    return {"prompt": tools.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    text = tools.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return msgspec.json.encode({"prompt": text})
 
 
-Reader = Callable[[bytes, TextTools], Any]
+READERS: dict[str, Callable[[bytes, TextTools], Any]] = {
+    "completion": read_completion,
+    "chat": read_chat,
+    "tokenize": tokenize,
+    "detokenize": detokenize,
+}
+"""What a body can be read as. The first two give a :class:`ReadBody`, the others the JSON of an answer."""
+
+RESULT_TYPES: dict[str, Any] = {
+    "completion": ReadBody[CompletionRequest],
+    "chat": ReadBody[ChatRequest],
+    "tokenize": bytes,
+    "detokenize": bytes,
+}
 
 
 class Intake:
@@ -179,17 +203,28 @@ class Intake:
     def __init__(self, tools: TextTools) -> None:
         self.tools = tools
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="minillm-intake")
+        self._processes = IntakeProcesses(tools) if Path(tools.tokenizer.source).exists() else None
 
-    async def read(self, reader: Reader, body: bytes, is_wanted: Callable[[], bool]) -> Any:
-        """`reader(body)`, unless `is_wanted` says when its turn comes that nobody waits for it any more."""
+    async def read(self, kind: str, body: bytes, is_wanted: Callable[[], bool]) -> Any:
+        """The body as `kind` (see `READERS`), unless `is_wanted` says when its turn comes that nobody waits for it any
+        more."""
+        if self._processes is not None and len(body) >= LARGE_BODY:
+            result = await self._processes.read(kind, body, is_wanted)
+            return msgspec.msgpack.decode(result, type=RESULT_TYPES[kind])
 
         def run() -> Any:
             if not is_wanted():
                 raise ClientGone
-            return reader(body, self.tools)
+            return READERS[kind](body, self.tools)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        return await self.run(run)
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Other work of a call that does not belong on the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def close(self) -> None:
         """Wait for nothing; drop what has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            await self._processes.close()

@@ -84,20 +84,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose signals drain it. `on_ready` is called when it listens, `on_stop` once, when draining
-    begins."""
+    """uvicorn's server, whose signals drain it. `on_ready` is called when it listens."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         state: ServerState,
         on_ready: Callable[[], None] | None = None,
-        on_stop: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(config)
         self._state = state
         self._on_ready = on_ready
-        self._on_stop = on_stop
         self._num_signals = 0
         self._drain: asyncio.Task[None] | None = None
 
@@ -133,8 +130,8 @@ class Server(uvicorn.Server):
             logger.warning("draining: %d calls, up to %g s", self._state.num_calls, self._state.config.grace)
             self._state.draining = True
             self._drain = asyncio.get_running_loop().create_task(self._stop())
-            if self._on_stop is not None:
-                self._on_stop()
+            for close in self._state.on_drain:
+                close()
 
     async def _stop(self) -> None:
         end = time.monotonic() + self._state.config.grace
@@ -148,9 +145,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def make_server(
-    app: FastAPI, on_ready: Callable[[], None] | None = None, on_stop: Callable[[], None] | None = None
-) -> Server:
+def make_server(app: FastAPI, on_ready: Callable[[], None] | None = None) -> Server:
     """A server for an application of :func:`minillm.server.app.create_app`."""
     config = uvicorn.Config(
         app,
@@ -163,7 +158,7 @@ def make_server(
         timeout_graceful_shutdown=1,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    return Server(config, app.state.server, on_ready, on_stop)
+    return Server(config, app.state.server, on_ready)
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -190,12 +185,7 @@ def address(listener: socket.socket) -> str:
     return f"http://[{name[0]}]:{name[1]}" if ":" in name[0] else f"http://{name[0]}:{name[1]}"
 
 
-def serve(
-    app: FastAPI,
-    listener: socket.socket,
-    on_ready: Callable[[], None] | None = None,
-    on_stop: Callable[[], None] | None = None,
-) -> None:
+def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None] | None = None) -> None:
     """Serve until a signal; then the runtime is closed too.
 
     A device that does not come back from a step cannot hold up the end: then the process ends without it.
@@ -203,7 +193,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     runtime = app.state.server.runtime
     try:
-        make_server(app, on_ready, on_stop).run(sockets=[listener])
+        make_server(app, on_ready).run(sockets=[listener])
     finally:
         runtime.close(timeout=ANSWER_TIME)
     if runtime.is_alive:

@@ -18,6 +18,7 @@ import msgspec
 from minillm.core.errors import shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.server.errors import ApiError
+from minillm.server.response_format import structured_outputs_of
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class Ignored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
+    guided_decoding_backend: Any = None
 
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -121,6 +123,7 @@ class GenerationRequest(Unsupported, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -133,16 +136,29 @@ class GenerationRequest(Unsupported, kw_only=True):
         return self.user or self.safety_identifier or ""
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The given fields that :class:`SamplingParams` has under the same name."""
+        """The given fields that :class:`SamplingParams` has under the same name, and the form of the output."""
         values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        values["structured_outputs"] = structured_outputs_of(**{name: getattr(self, name) for name in FORM_FIELDS})
         return {name: value for name, value in values.items() if value is not None}
 
 
 SAMPLING_FIELDS = tuple(
     name
     for name in GenerationRequest.__struct_fields__
-    if name in SamplingParams.__dataclass_fields__ and name not in ("logprobs",)
+    if name in SamplingParams.__dataclass_fields__ and name != "structured_outputs"
 )
+
+
+FORM_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_whitespace_pattern",
+)
+"""Fields that ask for a form of the output."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minillm.server.config import ServerConfig
@@ -29,10 +29,12 @@ class ServerState:
         self.draining = False
         self.num_calls = 0
         """Generation calls that have not been answered to their end."""
+        self.on_drain: list[Callable[[], None]] = []
+        """Called in the event loop when draining begins: ends of streams that have no end of their own."""
         self.intake = Intake(
             TextTools(
                 runtime.tokenizer,
-                runtime.config.chat_template,
+                runtime.chat_template,
                 runtime.max_model_len,
                 runtime.model_info.max_model_len_reduced,
                 self.model_names,

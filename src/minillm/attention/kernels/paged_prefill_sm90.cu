@@ -143,8 +143,7 @@ __device__ __forceinline__ void produce_queries_and_keys(const PrefillShared<C>&
     for (int index = blockIdx.x; index < total;) {
         int next_index = 0;
         if (lane == 0) next_index = gridDim.x + atomicAdd(&args.counters[0], 1);
-        const PrefillWork* item = args.work_list + index / args.num_kv_heads;
-        const PrefillWork work = *item;
+        const PrefillWork work = args.work_list[index / args.num_kv_heads];
         const int head = index % args.num_kv_heads;
         const int first = work.first_tile<C::N>(args.group, args.window), end = ceil_div(work.key_end, C::N);
         const PrefillPages<C> pages(args, work);
@@ -159,11 +158,12 @@ __device__ __forceinline__ void produce_queries_and_keys(const PrefillShared<C>&
         if (end > first) load_keys(end - 1);
 
         mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.phase ^ 1);
-        int* slot = shared.work(q_ring.stage);
-        if (lane < 8) slot[lane] = reinterpret_cast<const int*>(item)[lane];
-        if (lane == 8) slot[8] = head;
-        __syncwarp();
         if (elect_one()) {
+            // By the lane that arrives: its arrival is what publishes the words to the consumers.
+            int* slot = shared.work(q_ring.stage);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) slot[i] = reinterpret_cast<const int*>(&work)[i];
+            slot[8] = head;
             const u32 full = shared.q_full(q_ring.stage);
             mbarrier_arrive(shared.work_full(q_ring.stage));
             mbarrier_arrive_expect(full, C::kChunks * args.rows_per_tile * 128);

@@ -1,0 +1,160 @@
+"""`minillm serve` as a process: options, keys, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from minillm.cli.serve import parse_range, parse_size
+from minillm.core.errors import ConfigError
+
+TIME = 120.0
+
+
+class Serving:
+    """A running process and where it listens."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, first_lines: str) -> None:
+        self.process = process
+        self.url = url
+        self.first_lines = first_lines
+
+    def end(self, *signals: int, within: float) -> str:
+        """Send the signals; the rest of standard error."""
+        begin = time.monotonic()
+        for number in signals:
+            self.process.send_signal(number)
+            time.sleep(0.2)
+        rest = self.process.communicate(timeout=TIME)[1]
+        assert time.monotonic() - begin < within
+        return rest
+
+
+@contextmanager
+def serve(*options: str, **environment: str) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "minillm", "serve", "--port", "0", "--num-gpu-blocks-override", "600", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    lines = ""
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines += line
+            if match := re.search(r"serving .* at (http://\S+)", line):
+                yield Serving(process, match[1], lines)
+                break
+        else:
+            raise AssertionError(lines)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stream_in_thread(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, list[str]]:
+    found: list[str] = []
+
+    def run() -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=TIME) as answer:
+            found.append(str(answer.status_code))
+            found.extend(line for line in answer.iter_lines() if line)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.integration
+def test_serves_with_a_key_from_the_environment_and_ends_on_sigterm() -> None:
+    with serve("--served-model-name", "tiny", MINILLM_API_KEY="very-secret") as server:
+        headers = {"authorization": "Bearer very-secret"}
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        cards = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+        assert [card["id"] for card in cards] == ["tiny"]
+        fields = {"model": "tiny", "prompt": "The sea is", "max_tokens": 4}
+        answer = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=TIME)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert "vllm:num_requests_running" in httpx.get(f"{server.url}/metrics", headers=headers).text
+        large = {"model": "tiny", "prompt": "The sea is", "max_tokens": 4, "metadata": "x" * 100_000}
+        assert httpx.post(f"{server.url}/v1/completions", json=large, headers=headers, timeout=TIME).status_code == 200
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children, "the process that reads large bodies"
+        log = server.first_lines + server.end(signal.SIGTERM, within=10)
+        assert server.process.returncode == 0
+        assert "very-secret" not in log
+        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)], ids=str)
+def test_a_stream_that_runs_gets_its_end(signals: tuple[int, ...]) -> None:
+    grace = 60.0 if len(signals) == 2 else 1.0
+    with serve("--grace", str(grace)) as server:
+        fields = {"prompt": "The sea", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        thread, lines = stream_in_thread(server.url, fields)
+        while len(lines) < 3:
+            time.sleep(0.01)
+        server.end(*signals, within=1.0 + 2.0 + 3.0)  # the grace, what is promised, and room for a busy machine
+        thread.join(TIME)
+        assert server.process.returncode == 0
+        assert lines[0] == "200"
+        assert lines[-1] == "data: [DONE]"
+        assert "shutting_down" in lines[-2] or '"finish_reason":"length"' in lines[-2]
+
+
+def test_a_port_that_is_taken_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "minillm", "serve", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIME)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert port in done.stderr
+
+
+def test_sizes_and_ranges() -> None:
+    assert [parse_size(text) for text in ("8MiB", "512K", "1000", "2 mb", "1G")] == [
+        8 << 20,
+        512 << 10,
+        1000,
+        2 << 20,
+        1 << 30,
+    ]
+    assert parse_range("-10:10") == (-10, 10)
+    wrongs = {parse_size: ("8 apples", "", "-1"), parse_range: ("5", "a:b", "1:2:3")}
+    for parse, wrong in ((parse, text) for parse, texts in wrongs.items() for text in texts):
+        with pytest.raises(ConfigError, match="is not a"):
+            parse(wrong)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--priority-range", "5:1"),
+        ("--max-body-size", "0"),
+        ("--grace", "-1"),
+        ("--port", "70000"),
+        ("--max-waiting", "0"),
+        ("--metrics-prefix", "other"),
+        ("--host", "no.such.host.invalid"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused_before_loading(option: tuple[str, str], capsys) -> None:
+    from minillm.cli.app import run
+
+    arguments = option if option[0] == "--port" else (*option, "--port", "0")
+    assert run(["serve", "-m", "no-such-model", *arguments]) == 2
+    assert option[0].lstrip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
