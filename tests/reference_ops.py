@@ -6,8 +6,6 @@ code has the operation (:mod:`minillm.models.layers`), that is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -80,7 +78,6 @@ def small_linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
-    prefetch: Sequence[Tensor] = (),
 ) -> Tensor:
     if norm_weight is not None:
         x = _norm(norm_weight, eps, weight.dtype)(x)

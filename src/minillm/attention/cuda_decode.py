@@ -163,7 +163,6 @@ class DecodePlan:
         spec = _attention_spec(dtype, head_dim, arch)
         self.shared_bytes = shared_bytes(head_dim, _stages(head_dim, arch))
         self.kernel: Kernel = get_kernel(spec, self.device)
-        self.kernel.prefer_shared_memory()
         self._plan_kernel: Kernel = get_kernel(_PLAN_SPEC, self.device)
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.grid = processors * self.kernel.max_active_blocks(_THREADS, self.shared_bytes)

@@ -20,7 +20,6 @@ from minillm.bench import common, drawing
 from minillm.bench.attention_batch import ERROR_BOUNDS, WrongResultError
 from minillm.bench.common import Verdict
 from minillm.bench.fused_cases import (
-    AHEAD,
     DTYPE,
     LAYERS,
     LIBRARY,
@@ -89,7 +88,7 @@ def measure(
         for rows in STEP_ROWS if not models or model.name in models else ():
             step = DecodeStep(model, rows, device)
             _check_step(step)
-            calls = {OURS: step.run, AHEAD: step.run_ahead, NORM_APART: step.run_norms_apart, "torch": step.run_library}
+            calls = {OURS: step.run, NORM_APART: step.run_norms_apart, "torch": step.run_library}
             times = _time({name: [call] for name, call in calls.items()}, rounds)
             size = step.set_bytes
             columns = {"op": "step", "model": model.name, "shape": f"{LAYERS[model.name]} layers", "rows": str(rows)}
@@ -114,7 +113,7 @@ def _build_variants(device: torch.device) -> None:
 
 def _check_step(step: DecodeStep) -> None:
     expected = step.run_library()
-    for run in (step.run, step.run_ahead, step.run_norms_apart):
+    for run in (step.run, step.run_norms_apart):
         error = float((run() - expected).norm() / expected.norm())
         if not error <= 10 * ERROR_BOUNDS[DTYPE]:  # both round every layer in bfloat16, at other places
             raise WrongResultError(f"step of {step.model.name}, {len(step.ids)} rows: relative error {error:.2e}")

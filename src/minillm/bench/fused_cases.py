@@ -21,7 +21,6 @@ from minillm.models.layers import RMSNorm, RotaryEmbedding, silu_and_mul
 
 OURS = "minillm"
 LIBRARY = "torch, product alone"
-AHEAD = f"{OURS}, weights ahead"
 NORM_APART = f"{OURS}, norm in a kernel of its own"
 DTYPE = torch.bfloat16
 EPS = 1e-6
@@ -193,28 +192,13 @@ class DecodeStep:
 
     def run(self) -> Tensor:
         """Logits by the fused kernels."""
-        return self._fused(ahead=False)
-
-    def run_ahead(self) -> Tensor:
-        """The same with the weights of later products fetched into the L2 cache."""
-        return self._fused(ahead=True)
-
-    def _fused(self, ahead: bool) -> Tensor:
         cuda_ops.embed(self.ids, self.head, self.residual)
         given = {"norm_weight": self.norm_weight, "eps": EPS}
-        for layer, following in zip(self.weights, [*self.weights[1:], None], strict=True):
-            after_qkv = (layer["output"], layer["gate_up"]) if ahead else ()
-            after_output = (layer["down"],) if ahead else ()
-            after_gate_up = (following["qkv"],) if ahead and following else ()
-            cuda_ops.small_linear(
-                self.residual, layer["qkv"], bias=self.bias, out=self.qkv, prefetch=after_qkv, **given
-            )
+        for layer in self.weights:
+            cuda_ops.small_linear(self.residual, layer["qkv"], bias=self.bias, out=self.qkv, **given)
             self._rope()
-            attended = self.q.flatten(1)
-            cuda_ops.small_linear(attended, layer["output"], residual=self.residual, prefetch=after_output)
-            cuda_ops.small_linear(
-                self.residual, layer["gate_up"], gated=True, out=self.act, prefetch=after_gate_up, **given
-            )
+            cuda_ops.small_linear(self.q.flatten(1), layer["output"], residual=self.residual)
+            cuda_ops.small_linear(self.residual, layer["gate_up"], gated=True, out=self.act, **given)
             cuda_ops.small_linear(self.act, layer["down"], residual=self.residual)
         return cuda_ops.small_linear(self.residual, self.head, out=self.logits, **given)
 

@@ -86,12 +86,10 @@ class DecoderOps(Protocol):
         eps: float = 0.0,
         residual: Tensor | None = None,
         gated: bool = False,
-        prefetch: Sequence[Tensor] = (),
     ) -> Tensor:
         """x @ weight.T + bias of a few rows -> out (float32 too), or added to `residual`.
 
         With `norm_weight`, x is the residual stream and its norm is multiplied; `gated`: silu(gate) * up of the result.
-        `prefetch`: weights that are wanted soon, to be brought near meanwhile.
         """
         ...
 
@@ -339,12 +337,11 @@ class CudaDecoder:
         linear, eps, residual = self._ops.small_linear, self._eps, views.residual
         for index, layer in enumerate(self._layers):
             qkv, output, gate_up, down = layer.qkv, layer.output, layer.gate_up, layer.down
-            norm, later = layer.input_norm, (output.weight, gate_up.weight)  # while attention leaves memory idle
-            linear(residual, qkv.weight, out=views.qkv, bias=qkv.bias, norm_weight=norm, eps=eps, prefetch=later)
+            norm = layer.input_norm
+            linear(residual, qkv.weight, out=views.qkv, bias=qkv.bias, norm_weight=norm, eps=eps)
             self._rotate_and_attend(index, layer, positions, attention, views)
-            linear(views.attended, output.weight, bias=output.bias, residual=residual, prefetch=(down.weight,))
-            inner, given = views.activated, {"norm_weight": layer.post_attention_norm, "eps": eps}
-            later = tuple(following.qkv.weight for following in self._layers[index + 1 : index + 2])
-            linear(residual, gate_up.weight, out=inner, bias=gate_up.bias, gated=True, prefetch=later, **given)
+            linear(views.attended, output.weight, bias=output.bias, residual=residual)
+            inner, norm = views.activated, layer.post_attention_norm
+            linear(residual, gate_up.weight, out=inner, bias=gate_up.bias, norm_weight=norm, eps=eps, gated=True)
             linear(inner, down.weight, bias=down.bias, residual=residual)
         return None

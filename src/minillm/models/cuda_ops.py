@@ -17,7 +17,7 @@ launch kept. All kernels are launched as dependents (``attention/kernels/depende
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -30,9 +30,6 @@ from minillm.attention.cuda_build import KernelSpec, get_kernel
 from minillm.attention.cuda_checks import FLOAT_DTYPES, check_paged_cache, check_tensor
 from minillm.attention.cuda_launch import Kernel, PreparedLaunch
 
-MAX_PREFETCH_BYTES = 20 << 20
-"""Of a weight that `small_linear` fetches ahead: two of them and what is in use fit in the L2 cache of an H200."""
-
 MAX_SMALL_ROWS = 8
 """Rows of x that `small_linear` takes."""
 
@@ -43,6 +40,10 @@ _NORM_VECTORS = (1, 2, 4)
 
 _Key = tuple[object, ...]
 _MOST_LAUNCHES = 8192
+
+_FEW_TOKENS = 64
+"""Up to so many, kernels are shorter than the gaps between them: then they share the multiprocessors with their
+neighbours. More tokens want L1 for the loads that are under way (q/k norm + rope of 8,192 tokens: 49 against 89 us)."""
 
 
 class _ThreadLaunches(threading.local):
@@ -59,7 +60,6 @@ def _prepare(
     key: _Key, kernel: Kernel, grid: tuple[int, int], threads: int, pointers: int, scalars: tuple[object, ...],
     shared_bytes: int = 0,
 ) -> PreparedLaunch:  # fmt: skip
-    kernel.prefer_shared_memory()
     launch = PreparedLaunch(kernel, grid, threads, pointers, scalars, shared_bytes=shared_bytes, dependent=True)
     prepared = _launches.prepared
     if len(prepared) >= _MOST_LAUNCHES:  # prompts of every length
@@ -125,7 +125,7 @@ def embed(input_ids: Tensor, embedding: Tensor, residual: Tensor) -> Tensor:
         check_tensor("residual", residual, (tokens, hidden), torch.float32, device)
         _check_rows("embedding", hidden, embedding.dtype)
         threads = _threads(hidden * embedding.element_size() // 16, 256)
-        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"embed<{name}>"), device)
+        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"embed<{name}>"), device, overlapping=tokens <= _FEW_TOKENS)
         if not tokens:
             return residual
         launch = _prepare(key, kernel, (tokens, 1), threads, 3, (np.int64(vocab), np.int32(hidden)))
@@ -165,7 +165,9 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
         if vectors > _MAX_HIDDEN_VECTORS:
             raise ValueError(f"rows of {hidden} elements are longer than {_MAX_HIDDEN_VECTORS * 16 // dtype.itemsize}")
         held = 1 if vectors <= 512 else 2 if vectors <= 1024 else 4
-        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"add_rms_norm<{name}, {held}>"), device)
+        kernel = get_kernel(
+            KernelSpec("decoder_ops.cu", f"add_rms_norm<{name}, {held}>"), device, overlapping=tokens <= _FEW_TOKENS
+        )
         if not tokens:
             return out
         scalars = (np.int64(stride), np.int32(hidden), np.float32(eps))
@@ -197,7 +199,9 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
         _check_rows("gate_up", inner, dtype, stride)
         vectors = inner * dtype.itemsize // 16
         threads = _threads(vectors, 256)
-        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"silu_and_mul<{name}>"), device)
+        kernel = get_kernel(
+            KernelSpec("decoder_ops.cu", f"silu_and_mul<{name}>"), device, overlapping=tokens <= _FEW_TOKENS
+        )
         if not tokens:
             return out
         scalars = (np.int64(tokens), np.int64(stride), np.int32(inner))
@@ -303,7 +307,7 @@ def qk_norm_rope_write(
         )
         if not tokens:
             return q_out
-        kernel = get_kernel(_rope_spec(name, cache_name), device)
+        kernel = get_kernel(_rope_spec(name, cache_name), device, overlapping=tokens <= _FEW_TOKENS)
         launch = _prepare(key, kernel, (tokens, parts), _ROPE_THREADS, 9, scalars)
     to, keys, values, source = q_out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), qkv.data_ptr()
     q_norm = 0 if q_weight is None else q_weight.data_ptr()
@@ -386,8 +390,8 @@ def choose_config(
     """The instance for x [rows, k] and n outputs; None if x does not fit in shared memory where it must.
 
     The tiles of a pass are those that leave the most loaded multiprocessor with the fewest weight rows, of such the
-    most (6 only where one pass is enough, since its ring has few stages); x goes through shared memory if it is
-    normalised, or used in several passes.
+    most (6 only where one pass is enough, since its ring has few stages). x goes through shared memory if it is
+    normalised or used in several passes, or if the block of another kernel still fits beside it.
     """
     best, best_load, several = 0, 0, False
     for tiles in (2, 4, 6) if gated else (1, 2, 4, 6):
@@ -396,11 +400,12 @@ def choose_config(
         load = _ceil_div(passes, multiprocessors) * outputs
         if not best or load < best_load or (load == best_load and (tiles < 6 or passes <= multiprocessors)):
             best, best_load, several = tiles, load, passes > multiprocessors
-    for shared_x, ring in product((True, False) if several or norm or gated else (False,), _RINGS):
+    for shared_x, ring in product((True, False), _RINGS):
         config = SmallLinearConfig(best, gated, shared_x, ring)
-        if not shared_x and (norm or gated):
-            break
-        if config.shared_bytes(rows, k) <= shared_limit:
+        if config.shared_bytes(rows, k) > shared_limit or (not shared_x and (norm or gated)):
+            continue
+        beside_another = 2 * (config.shared_bytes(rows, k) + 1024) <= shared_limit and ring == _RINGS[0]
+        if norm or gated or several or not shared_x or beside_another:
             return config
     return None
 
@@ -442,7 +447,6 @@ def small_linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
-    prefetch: Sequence[Tensor] = (),
     config: SmallLinearConfig | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` for up to :data:`MAX_SMALL_ROWS` rows, with what surrounds it in a decoder.
@@ -455,8 +459,6 @@ def small_linear(
         norm_weight: float32 [K]; x is replaced by its RMS norm with `eps`, rounded to the weight's dtype.
         residual: float32 [M, N], rows at any stride: the product is added to it in place, unrounded; no `out` then.
         gated: the result is ``silu(gate) * up``.
-        prefetch: up to two weights of products that follow soon, contiguous: fetched into the L2 cache meanwhile,
-            unless they are larger than :data:`MAX_PREFETCH_BYTES`.
         config: for measurements; None takes :func:`choose_config`'s.
 
     Returns `out` or `residual`. Sums are float32. A row's result depends on that row alone, not on M, and is the same
@@ -481,20 +483,16 @@ def small_linear(
         *(target.shape, target.stride(), target.dtype, target.device),
         *((None,) if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)),
         *((None,) if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device)),
-        *[(later.shape, later.dtype, later.device) for later in prefetch],
     )
     launch = _launches.prepared.get(key)
     if launch is None:
         launch = _small_linear_launch(
-            key, x, weight, target, bias, norm_weight, eps, residual is not None, gated, prefetch, config
+            key, x, weight, target, bias, norm_weight, eps, residual is not None, gated, config
         )
     source, matrix, norm = x.data_ptr(), weight.data_ptr(), 0 if norm_weight is None else norm_weight.data_ptr()
     if (source | matrix | norm) & 15:
         raise _misaligned(x=x, weight=weight, norm_weight=norm_weight)
-    later = [*[weight.data_ptr() for weight in prefetch], 0, 0]
-    if (later[0] | later[1]) & 15:
-        raise _misaligned(**{f"prefetch[{index}]": weight for index, weight in enumerate(prefetch)})
-    launch(matrix, source, norm, 0 if bias is None else bias.data_ptr(), target.data_ptr(), later[0], later[1])
+    launch(matrix, source, norm, 0 if bias is None else bias.data_ptr(), target.data_ptr())
     return target
 
 
@@ -508,7 +506,6 @@ def _small_linear_launch(
     eps: float,
     to_residual: bool,
     gated: bool,
-    prefetch: Sequence[Tensor],
     config: SmallLinearConfig | None,
 ) -> PreparedLaunch:
     (rows, k), device, dtype = x.shape, weight.device, weight.dtype
@@ -532,20 +529,14 @@ def _small_linear_launch(
     name = "residual" if to_residual else "out"
     kind = _TO_RESIDUAL if to_residual else _TO_OUT if target.dtype == dtype else _TO_FLOAT
     check_tensor(name, target, (rows, n), dtype if kind == _TO_OUT else torch.float32, device, contiguous_from=1)
-    if len(prefetch) > 2:
-        raise ValueError(f"prefetch names {len(prefetch)} weights, at most 2 are fetched")
-    ahead = [0, 0]
-    for index, later in enumerate(prefetch):
-        if later.is_contiguous() and later.device == device and later.nbytes <= MAX_PREFETCH_BYTES:
-            ahead[index] = later.nbytes
     config = config or config_for(rows, n, k, gated, norm_weight is not None, device)
     if config is None:
         raise ValueError(f"x of {rows} rows of {k} elements does not fit in shared memory; normalise it before")
     scalars = (
-        *map(np.int64, (ahead[0], ahead[1], x.stride(0), target.stride(0))),
+        *map(np.int64, (x.stride(0), target.stride(0))),
         *map(np.int32, (rows, n, k, kind)),
         np.float32(eps),
     )
-    kernel = get_kernel(config.spec(FLOAT_DTYPES[dtype]), device)
+    kernel = get_kernel(config.spec(FLOAT_DTYPES[dtype]), device, overlapping=True)
     grid = min(_ceil_div(n, config.outputs), _multiprocessors(device))
-    return _prepare(key, kernel, (grid, 1), 32 * _WARPS, 7, scalars, config.shared_bytes(rows, k))
+    return _prepare(key, kernel, (grid, 1), 32 * _WARPS, 5, scalars, config.shared_bytes(rows, k))

@@ -37,8 +37,6 @@ struct Args {
     const void* bias;          // T [n] (gated [2 n]) or null
     void* out;                 // [rows, n], T or float32
     i64 x_stride, out_stride;  // in elements, between rows
-    const u8 *ahead, *ahead2;  // weights of later products, or null
-    i64 ahead_bytes, ahead2_bytes;
     int rows, n, k, target;
     float eps;
 };
@@ -85,19 +83,6 @@ struct Cursor {
         }
     }
 };
-
-// The block's share of `bytes` bytes to L2.
-__device__ __forceinline__ void fetch_to_l2(const u8* from, i64 bytes) {
-#if __CUDA_ARCH__ >= 900
-    constexpr int kPiece = 2048;
-    const i64 share = ceil_div(ceil_div(bytes, i64(gridDim.x)), i64(kPiece)) * kPiece;
-    const i64 end = min((blockIdx.x + 1) * share, bytes);
-    for (i64 at = blockIdx.x * share + threadIdx.x * kPiece; at < end; at += kThreads * kPiece) {
-        const u32 size = u32(min(end - at, i64(kPiece))) & ~15u;
-        if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
-    }
-#endif
-}
 
 // Starts the copy of one stage; behind the last pass nothing. Row r, vector q of the stage
 // lies at vector q ^ (r % 2 * 4) of the row, so that the 8 lanes of a 128-byte read (two rows, 64 bytes of each) meet
@@ -220,11 +205,9 @@ __device__ __forceinline__ void store_pair(const Args& a, int m, int column, flo
 // rows <= 8 * kRowTiles, k a multiple of 8, all pointers and row strides aligned to 16 bytes.
 template <typename T, int kTiles, bool kGated, bool kSharedX, int kRowTiles, int kStages>
 __global__ void __launch_bounds__(kThreads, 2)
-small_linear(const void* weight, const void* x, const float* norm_weight, const void* bias, void* out,
-             const u8* ahead_weight, const u8* ahead2_weight, i64 ahead_bytes, i64 ahead2_bytes, i64 x_stride,
+small_linear(const void* weight, const void* x, const float* norm_weight, const void* bias, void* out, i64 x_stride,
              i64 out_stride, int rows, int n, int k, int target, float eps) {
-    const Args a{weight,      x,            norm_weight, bias, out, x_stride, out_stride, ahead_weight, ahead2_weight,
-                 ahead_bytes, ahead2_bytes, rows,        n,    k,   target,   eps};
+    const Args a{weight, x, norm_weight, bias, out, x_stride, out_stride, rows, n, k, target, eps};
     using S = Shape<kTiles>;
     constexpr int kOutTiles = kGated ? kTiles / 2 : kTiles;
     constexpr int kOutputs = kOutTiles * kTile;
@@ -249,8 +232,6 @@ small_linear(const void* weight, const void* x, const float* norm_weight, const 
         ahead.advance(passes, chunks);
     }
     let_next_grid_start();
-    if (a.ahead != nullptr) fetch_to_l2(a.ahead, a.ahead_bytes);
-    if (a.ahead2 != nullptr) fetch_to_l2(a.ahead2, a.ahead2_bytes);
     if constexpr (kSharedX) {
         if (a.norm_weight != nullptr) normalise_x<T>(a, shared_x, pitch, padded_k, sums);
         else copy_x<T>(a, shared_x, pitch, padded_k);
