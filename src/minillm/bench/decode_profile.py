@@ -47,20 +47,29 @@ class Span(NamedTuple):
 
 
 def kernel_rows(spans: Iterable[Span], steps: int) -> list[dict[str, Any]]:
-    """Per step: calls and time of each kernel, longest first, then the busy time and the gaps."""
+    """Per step: calls and time of each kernel and the gaps in front of it, longest first; then busy time and gaps."""
     spans = sorted(spans, key=lambda span: span.start)
     if not spans:
         return []
     total: dict[str, list[float]] = defaultdict(list)
+    before: dict[str, float] = defaultdict(float)
     busy = gaps = 0.0
     reached = spans[0].start
     for span in spans:
         total[span.name].append(span.end - span.start)
-        gaps += max(0.0, span.start - reached)
+        gap = max(0.0, span.start - reached)
+        before[span.name] += gap
+        gaps += gap
         busy += max(0.0, span.end - max(reached, span.start))
         reached = max(reached, span.end)
     rows: list[dict[str, Any]] = [
-        {"kind": "kernel", "name": name, "calls": len(times) / steps, "us": sum(times) / steps}
+        {
+            "kind": "kernel",
+            "name": name,
+            "calls": len(times) / steps,
+            "us": sum(times) / steps,
+            "gap_us": before[name] / steps,
+        }
         for name, times in total.items()
     ]
     rows.sort(key=lambda row: -row["us"])
@@ -180,6 +189,7 @@ def profile_batch(target: Target, batch: int, context: int, temperature: float, 
         row["share"] = round(row["us"] / (median * 1e6), 4)
         row["us"] = round(row["us"], 2)
         row["calls"] = round(row["calls"], 2)
+        row["gap_us"] = round(row.get("gap_us", 0.0), 2)
     return rows
 
 
@@ -229,7 +239,11 @@ def summary(batch: int, rows: Sequence[dict[str, Any]], kernels: int = 16) -> st
     host = [f"{row['name']} {row['us']:.0f}" for row in rows if row["kind"] == "host"]
     lines.append(f"    host, us: {', '.join(host)}")
     shown = [row for row in rows if row["kind"] == "kernel"][:kernels] + [row for row in rows if row["kind"] == "gpu"]
-    lines += [f"    {row['us']:9.1f} us {row['share']:6.1%} x{row['calls']:<6g} {row['name'][:90]}" for row in shown]
+    lines += [
+        f"    {row['us']:9.1f} us {row['share']:6.1%} x{row['calls']:<6g} gaps before {row['gap_us']:5.1f} us "
+        f"{row['name'][:80]}"
+        for row in shown
+    ]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.core.config import GIB
 from minillm.core.errors import ConfigError, InvalidParameterError, MiniLLMError, ModelLoadError, shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minillm.engine")
 
-GIB = 1 << 30
 DEFAULT_SWAP_GIB = 4.0
 
 _SAMPLING_DEFAULTS = {
@@ -234,6 +234,7 @@ def _make_gpu_runner(
     runner = make(num_blocks, longest, limits.num_swap_blocks)
     if config.num_gpu_blocks_override is not None:
         try_out(runner, longest)
+    runner.warm_up()
     return replace(limits, num_blocks=num_blocks), runner
 
 

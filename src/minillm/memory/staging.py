@@ -93,6 +93,7 @@ class StagingRing:
         """`allocate` gives uint8 memory and `make_event` an event of the stream that the copies run on."""
         if num_slabs < 2:
             raise ValueError(f"num_slabs={num_slabs} must be at least 2")
+        self.slab_bytes = slab_bytes
         self._allocate = allocate
         self._make_event = make_event
         self._slabs = [allocate(slab_bytes) for _ in range(num_slabs)]
@@ -137,8 +138,11 @@ class PinnedUpload:
     def __call__(self, array: np.ndarray) -> Tensor:
         """A tensor of its own."""
         source = torch.from_numpy(np.ascontiguousarray(array))
-        staged = self._ring.take(array.nbytes).view(source.dtype).view(source.shape)
-        return staged.copy_(source).to(self._device, non_blocking=True, copy=True)
+        target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        staged = self._ring.take(array.nbytes)
+        staged.view(source.dtype).view(source.shape).copy_(source)
+        self._send(target, staged)
+        return target
 
     def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Views of one buffer that keeps its place on the device; each call overwrites it, in stream order."""
@@ -155,21 +159,39 @@ class PinnedUpload:
             place = slice(offset, offset + source.nbytes)
             staged[place].view(source.dtype).view(source.shape).copy_(source)
             views.append(self._target[place].view(source.dtype).view(source.shape))
-        self._target[:end].copy_(staged, non_blocking=True)
+        self._send(self._target, staged)
         return views
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
         """The target keeps its place; in stream order. On a GPU no tensor is made but the staging slice."""
-        from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
-
         staged = self._ring.take(array.nbytes)
         ctypes.memmove(staged.data_ptr(), _address(array), array.nbytes)
-        if target.is_cuda:
-            memcpy_async(target.data_ptr(), staged.data_ptr(), array.nbytes, current_raw_stream(target.get_device()))
-        else:
-            target[: len(array)].copy_(staged.view(target.dtype))
+        self._send(target, staged)
+
+    def _send(self, target: Tensor, staged: Tensor) -> None:
+        """Copy the staged bytes to the beginning of the target, which is dense."""
+        from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+        count = len(staged)
+        if not count:
+            return
+        if target.is_cuda and count <= self._ring.slab_bytes:
+            memcpy_async(target.data_ptr(), staged.data_ptr(), count, current_raw_stream(target.get_device()))
+        else:  # torch keeps memory of its own until its copies are done
+            target.view(-1).view(torch.uint8)[:count].copy_(staged, non_blocking=True)
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
-    """A page-locked host copy whose content is valid once an event recorded after this call has passed."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    """A page-locked host copy whose content is valid once an event recorded after this call has passed.
+
+    Whoever has it keeps it until then. torch is not told of the copy: it would record an event when the memory is
+    freed, and ends the process where the device has failed meanwhile.
+    """
+    from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if not host.numel():
+        return host
+    tensor = tensor.contiguous()
+    memcpy_async(host.data_ptr(), tensor.data_ptr(), host.nbytes, current_raw_stream(tensor.get_device()))
+    return host

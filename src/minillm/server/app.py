@@ -23,6 +23,7 @@ from minillm.server.errors import ApiError, as_api_error
 from minillm.server.exposition import Exposition, HttpMetrics
 from minillm.server.gate import Gate
 from minillm.server.generation import ReaderEndpoint
+from minillm.server.openapi import document
 from minillm.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
         redoc_url=None,
     )
     app.state.server = state
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     _add_routes(app, state)
     _add_error_handlers(app)
     if exposition is not None and dashboard is not None:
