@@ -101,7 +101,6 @@ def build_engine(
     from minillm.models.loader import load_model
     from minillm.runner.device import is_device_failure
 
-    device = resolve_device(config.device) if model is None else _device_of(model, config)
     with ThreadPoolExecutor(1, "minillm-tokenizer") as pool:
         if tokenizer is not None:
             reading = None
@@ -110,6 +109,7 @@ def build_engine(
         else:
             path = model.path if model is not None else resolve_model(config.model, progress).path
             reading = pool.submit(_read_tokenizer, path)
+        device = resolve_device(config.device) if model is None else _device_of(model, config)
         if model is None:
             model = load_model(config.model, config.dtype, device, progress)
         tokenizer = tokenizer if reading is None else reading.result()
