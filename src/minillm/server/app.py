@@ -23,6 +23,7 @@ from minillm.server.errors import ApiError, as_api_error
 from minillm.server.exposition import Exposition, HttpMetrics
 from minillm.server.gate import Gate
 from minillm.server.generation import ReaderEndpoint
+from minillm.server.openapi import document
 from minillm.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
     )
     app.state.server = state
     _add_routes(app, state)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     _add_error_handlers(app)
     if exposition is not None and dashboard is not None:
         app.state.dashboard = dashboard
