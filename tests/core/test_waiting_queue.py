@@ -128,6 +128,31 @@ def test_lazy_heap_gives_the_same_order_as_sorting(policy):
     assert len(q) == len(live)
 
 
+@pytest.mark.parametrize("users", [2, 500])
+def test_fair_evaluates_few_keys_however_long_the_queue_is(users):
+    evaluated = 0
+
+    @register_queue_policy("counted_test", per_user=True)
+    def counted(request, context):
+        nonlocal evaluated
+        evaluated += 1
+        return QUEUE_POLICIES["fair"](request, context)
+
+    try:
+        q = queue("counted_test")
+        fill(q, [make_request(f"r{i}", 1, user=f"u{i % users}") for i in range(2000)])
+        evaluated, served = 0, 0
+        tokens = q.context.served_tokens
+        while (head := q.head()) is not None and served < 1000:
+            assert tokens.get(head.user, 0.0) == min(tokens.get(f"u{user}", 0.0) for user in range(users))
+            tokens[head.user] = tokens.get(head.user, 0.0) + 10.0
+            q.remove(head)
+            served += 1
+        assert served == 1000 and evaluated < 6 * served
+    finally:
+        del QUEUE_POLICIES["counted_test"]
+
+
 def test_unknown_policies_are_refused_with_the_known_names():
     with pytest.raises(UnknownPolicyError, match=r"scheduling_policy='nope'.*fcfs.*priority"):
         get_queue_policy("nope")

@@ -30,7 +30,7 @@ _MOST_CONFIGS = 1024
 
 Dim = tuple[int, int, int] | tuple[int, int] | tuple[int] | int
 
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """The calls behind torch.cuda.current_device and current_stream, without building Python objects (1.5 us less)."""
 
@@ -223,7 +223,7 @@ class Kernel:
         elif not isinstance(stream, int):
             stream = stream.cuda_stream
         packer.pack(args)
-        if _current_device() != self.device_index:
+        if current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 self._start(grid, block, shared_bytes, stream, cluster, dependent, packer.address)
         else:

@@ -160,9 +160,14 @@ def _columns(answers: Sequence[Answer], seconds: float, goals: Goals) -> dict[st
 
 
 @contextlib.contextmanager
-def own_server(model: str, device: str, dtype: str, progress: Callable[[str], None]) -> Iterator[str]:
-    """A server of this package in its own process, on a free port; its URL. It is told to end, and does."""
-    command = [sys.executable, "-m", "minillm.bench.serve_target", model, device, dtype]
+def own_server(
+    model: str, device: str, dtype: str, progress: Callable[[str], None], fields: Sequence[str] = ()
+) -> Iterator[str]:
+    """A server of this package in its own process, on a free port; its URL. It is told to end, and does.
+
+    `fields` are of :class:`EngineConfig`, each as NAME=JSON.
+    """
+    command = [sys.executable, "-m", "minillm.bench.serve_target", model, device, dtype, *fields]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
         try:
             progress(f"starting a server of {model}")

@@ -207,8 +207,11 @@ class BaseScheduler(ABC):
             return [member for member in self._groups[request_id] if not member.is_ended]
         return [self._requests[request_id]] if request_id in self._requests else []
 
-    def finish(self, request_id: str, output_index: int, now: float, reason: str = "stop") -> bool:
-        """A stop string ended the request with output token `output_index`; later tokens are dropped.
+    def finish(
+        self, request_id: str, output_index: int, now: float, reason: str = "stop", why: str = "stop string"
+    ) -> bool:
+        """A stop string, or the end of its grammar, ended the request with output token `output_index`; later tokens
+        are dropped.
 
         False if the request is not live, so a stop that is found after the end by length changes nothing here.
         """
@@ -218,7 +221,7 @@ class BaseScheduler(ABC):
         dropped = len(request.generated_ids) - output_index - 1
         del request.generated_ids[output_index + 1 :]
         self.counters.dropped_tokens += dropped
-        self._end(request, RequestState.FINISHED, reason, now, "stop string")
+        self._end(request, RequestState.FINISHED, reason, now, why)
         self.observer.on_finish(request_id, output_index, now, reason)
         return True
 

@@ -64,8 +64,8 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
         redirect_slashes=False,  # a POST that is redirected loses its body with many clients
     )
     app.state.server = state
-    _add_routes(app, state)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    _add_routes(app, state)
     _add_error_handlers(app)
     if exposition is not None and dashboard is not None:
         app.state.dashboard = dashboard

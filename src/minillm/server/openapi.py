@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own routes, and those that are served below it, described by their structs."""
+"""The OpenAPI document of the routes that read bodies themselves: schemas come from the structs that check them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from fastapi.openapi.utils import get_openapi
 from minillm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, tuple[type, str]] = {
-    "/v1/completions": (CompletionRequest, "Complete prompts."),
+    "/v1/completions": (CompletionRequest, "Complete prompts: text, token ids, or lists of either."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
-    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),
+    "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
-ERROR_STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
-_REF = "#/components/schemas/{name}"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -29,7 +27,7 @@ _ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
             },
         }
     },
@@ -37,39 +35,37 @@ _ERROR = {
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document of an application; made once."""
+    """The document of the whole application, made once."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, schemas = msgspec.json.schema_components([kind for kind, _ in BODIES.values()], ref_template=_REF)
-        components = made.setdefault("components", {}).setdefault("schemas", {})
-        components.update({**schemas, "Error": _ERROR})
-        for path, (kind, text) in BODIES.items():
-            made["paths"][path] = {"post": _operation(path, kind, text)}
+        references, components = msgspec.json.schema_components(
+            [kind for kind, _ in BODIES.values()], ref_template="#/components/schemas/{name}"
+        )
+        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(components | {"Error": _ERROR})
+        for (path, (_, summary)), reference in zip(BODIES.items(), references, strict=True):
+            made["paths"][path] = {"post": _operation(path, summary, reference)}
         for operations in made["paths"].values():
             for operation in operations.values():
-                _add_errors(operation["responses"])
+                operation["responses"].pop("422", None)  # FastAPI's; here it is a 400
+        schemas.pop("HTTPValidationError", None)
+        schemas.pop("ValidationError", None)
         app.openapi_schema = made
     return app.openapi_schema
 
 
-def _operation(path: str, kind: type, text: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+def _operation(path: str, summary: str, body: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    answers = {"application/json": {"schema": {"type": "object"}}}
     if path.startswith("/v1/"):
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     return {
-        "summary": text,
+        "summary": summary,
         "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "200": {"description": "The answer, or with `stream` its events.", "content": answers},
+            "4XX": {"description": "Refused, with the reason.", "content": error},
+            "503": {"description": "The server drains, or its engine is dead.", "content": error},
         },
-        "responses": {"200": {"description": "The answer.", "content": answers}},
     }
-
-
-def _add_errors(responses: dict[str, Any]) -> None:
-    """Every operation refuses in the same form; FastAPI's 422 is a 400 here."""
-    responses.pop("422", None)
-    error = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
-    for status in ERROR_STATUSES:
-        responses.setdefault(str(status), {"description": "Refused or failed.", "content": error})
