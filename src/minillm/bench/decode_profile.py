@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 from minillm.bench import common, floors
 from minillm.bench.models import open_model
 from minillm.bench.runs import Target, open_target
+from minillm.core.errors import ConfigError
 from minillm.core.request import Request
 from minillm.core.sampling_params import SamplingParams
+from minillm.models.decoder import Decoder
 
 SETTLE, TIMED, TRACED = 24, 64, 12
 """Steps before the timed ones (graphs are captured in them), timed ones, traced ones."""
@@ -196,7 +198,10 @@ def profile_batch(target: Target, batch: int, context: int, temperature: float, 
 def measure(options: argparse.Namespace, progress: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Rows of all batch sizes, each with its settings."""
     model = open_model(options.model, options.dtype, options.device)
-    limits = floors.measure_limits(model.decoder.device, model.decoder.dtype)
+    decoder = model.decoder
+    if not isinstance(decoder, Decoder):
+        raise ConfigError(f"model={options.model!r} is no decoder of this package: its floor is not known")
+    limits = floors.measure_limits(decoder.device, decoder.dtype)
     most, length = max(options.batches), options.context + SETTLE + TIMED + TRACED + 64
     settings = {
         "max_num_seqs": most,
@@ -210,7 +215,7 @@ def measure(options: argparse.Namespace, progress: Callable[[str], None] = print
         per_token = target.bytes_per_block // target.config.block_size
         for batch in options.batches:
             context = options.context + SETTLE + TIMED // 2
-            least = floors.decode_bytes(model.decoder, batch, context, per_token) / limits.bytes_per_second
+            least = floors.decode_bytes(decoder, batch, context, per_token) / limits.bytes_per_second
             rows = profile_batch(target, batch, options.context, options.temperature, least)
             same = {
                 "model": target.name,

@@ -330,7 +330,9 @@ def _run_check(request: dict[str, Any]) -> dict[str, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"it takes more than {CHECK_TIMEOUT:.0f} s to compile"}
+        # Not the grammar's fault alone, which its CPU time would have shown: so it is not remembered as bad.
+        rule = f"its check took more than {CHECK_TIMEOUT:.0f} s; this machine is busy, try again"
+        raise InvalidParameterError("structured_outputs", request["kind"], rule) from None
     except OSError as error:
         raise StructuredOutputsUnavailableError(
             f"structured output: no process for the check of a grammar can be started: {error}"

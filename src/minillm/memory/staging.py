@@ -30,6 +30,10 @@ NUM_SLABS = 4
 
 _ALIGNMENT = 16
 
+_TORCH_DTYPES = {
+    np.dtype(name): getattr(torch, name) for name in ("bool", "uint8", "int32", "int64", "float32", "float64")
+}
+
 Event = Any
 """What `torch.cuda.Event` offers: record(), synchronize()."""
 
@@ -146,20 +150,20 @@ class PinnedUpload:
 
     def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Views of one buffer that keeps its place on the device; each call overwrites it, in stream order."""
-        sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        dense = [np.ascontiguousarray(array) for array in arrays]
         offsets, end = [], 0
-        for source in sources:
+        for array in dense:
             offsets.append(end)
-            end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         staged = self._ring.take(end)
         if len(self._target) < end:
             self._target = torch.empty(1 << max(16, end.bit_length()), dtype=torch.uint8, device=self._device)
-        views = []
-        for source, offset in zip(sources, offsets, strict=True):
-            place = slice(offset, offset + source.nbytes)
-            staged[place].view(source.dtype).view(source.shape).copy_(source)
-            views.append(self._target[place].view(source.dtype).view(source.shape))
-        self._send(self._target, staged)
+        start, target, views = staged.data_ptr(), self._target, []
+        for array, offset in zip(dense, offsets, strict=True):
+            ctypes.memmove(start + offset, _address(array), array.nbytes)
+            view = target[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype])
+            views.append(view if array.ndim == 1 else view.view(array.shape))
+        self._send(target, staged)
         return views
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
