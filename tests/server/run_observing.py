@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_fakes import ScriptedRunner, counting_script
+from engine_fakes import ScriptedRunner, counting_script, make_runtime
 from server_fakes import serving
 
 from minillm.bench.scheduler_bench import OUTPUT_TOKENS, _Load, _steps
@@ -23,6 +23,7 @@ from minillm.core.config import SchedulerConfig
 from minillm.core.scheduler import ContinuousScheduler
 from minillm.server.dashboard.capture import capture
 from minillm.server.dashboard.frame import encode_event, frame
+from minillm.server.exposition import Exposition
 from minillm.server.metrics import EngineMetrics
 
 
@@ -102,7 +103,7 @@ async def drain(request):
     while await reader.read(1 << 16):
         pass
 async def main():
-    await asyncio.gather(*(drain(post) for _ in range(64)), *[drain(get)] * int(sys.argv[2]))
+    await asyncio.gather(*(drain(post) for _ in range(64)), *(drain(get) for _ in range(int(sys.argv[2]))))
 asyncio.run(main())
 """
 
@@ -135,10 +136,24 @@ def scrape_times(watch: bool, scrapes: int = 200) -> tuple[float, float, float]:
     return times[len(times) // 2], times[int(len(times) * 0.99)], step
 
 
+def scrape_cost() -> float:
+    """CPU milliseconds of one rendering of /metrics."""
+    metrics = EngineMetrics()
+    with make_runtime(observer=metrics) as runtime:
+        exposition = Exposition(runtime, metrics)
+        times = []
+        for _ in range(50):
+            begin = time.thread_time()
+            exposition.render()
+            times.append((time.thread_time() - begin) * 1e3)
+    return statistics.median(times)
+
+
 def main() -> None:
     for running in (1, 16, 64, 256, 1024):
         whole, own = observer_cost(running)
         print(f"{running:5} running: {own:6.1f} us of the step's {whole:7.1f} us of scheduling are the observer's")
+    print(f"a scrape: {scrape_cost():.1f} ms of CPU")
     held, after, size = capture_cost()
     print(f"a frame: {held:.1f} ms under the lock, {after:.1f} ms after it, {size:,} bytes")
     for watch in (False, True):
