@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -368,7 +369,8 @@ def _multiprocessors(device: torch.device) -> int:
 @cache
 def _shared_limit(device: torch.device) -> int:
     """Bytes of dynamic shared memory that a thread block may have, beside `small_linear`'s few static ones."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 256
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the field
+    return int(properties.shared_memory_per_block_optin) - 256
 
 
 def supports_small_linear(
