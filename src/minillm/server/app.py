@@ -61,6 +61,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
         lifespan=lifespan,
         docs_url=None,  # the page would load scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # a POST that is redirected loses its body with many clients
     )
     app.state.server = state
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
@@ -92,6 +93,7 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     ):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while requests are taken, 503 while the server drains or if its engine is dead."""
