@@ -152,6 +152,65 @@ def test_wrong_shapes_and_dtypes_are_named():
         cuda_ops.small_linear(torch.zeros(1, 64).half(), weight[:15], gated=True)
 
 
+def test_the_layout_of_a_known_tensor_is_a_number():
+    a, b = torch.zeros(4, 8), torch.zeros(4, 8)
+    assert cuda_ops._fixed(a) == cuda_ops._fixed(a) == cuda_ops._fixed(b) >= 0
+    others = [a.half(), torch.zeros(8, 4), torch.zeros(8, 4).t(), torch.zeros(4, 8, device="meta"), a[:, :4]]
+    numbers = {cuda_ops._fixed(tensor) for tensor in (a, *others)}
+    assert len(numbers) == 6
+    assert cuda_ops._fixed(None) == -1
+    for _ in range(100):  # objects whose id is that of one that is gone
+        size = int(torch.randint(1, 9, ()))
+        again = torch.zeros(size, 8)
+        assert (cuda_ops._fixed(again) == cuda_ops._fixed(a)) == (size == 4)
+        del again
+
+
+class RecordedLaunch:
+    """Stands in for `PreparedLaunch`."""
+
+    made: list[RecordedLaunch] = []
+
+    def __init__(self, kernel, grid, block, num_pointers, scalars, *, shared_bytes=0, dependent=False) -> None:
+        self.grid, self.num_pointers, self.scalars, self.calls = grid, num_pointers, scalars, []
+        RecordedLaunch.made.append(self)
+
+    def __call__(self, *addresses: int) -> None:
+        assert len(addresses) == self.num_pointers
+        self.calls.append(addresses)
+
+
+def test_a_layout_is_prepared_once_and_launched_with_the_addresses_at_hand(monkeypatch):
+    monkeypatch.setattr(cuda_ops, "PreparedLaunch", RecordedLaunch)
+    monkeypatch.setattr(cuda_ops, "get_kernel", lambda spec, device, overlapping: spec)
+    monkeypatch.setattr(cuda_ops, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda_ops, "shared_limit", lambda device: 232192)
+    monkeypatch.setattr(cuda_ops, "_launches", cuda_ops._ThreadLaunches())
+    monkeypatch.setattr(RecordedLaunch, "made", [])
+    weight = torch.ones(64)
+
+    def norm(tokens: int, dtype: torch.dtype) -> tuple[int, ...]:
+        x, residual, out = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 64), torch.zeros(tokens, 64)
+        out = out.to(dtype)
+        cuda_ops.add_rms_norm(x, residual, weight, 1e-6, out)
+        norm.keep = x, residual, out
+        return out.data_ptr(), residual.data_ptr(), x.data_ptr(), weight.data_ptr()
+
+    calls = [norm(3, torch.half), norm(3, torch.half), norm(5, torch.half), norm(3, torch.bfloat16)]
+    assert [launch.calls for launch in RecordedLaunch.made] == [calls[:2], calls[2:3], calls[3:]]
+    assert [launch.grid for launch in RecordedLaunch.made] == [(3, 1), (5, 1), (3, 1)]
+
+    x, matrix, bias = torch.zeros(2, 64).half(), torch.zeros(48, 64).half(), torch.zeros(48).half()
+    residual, stream = torch.zeros(2, 48), torch.zeros(2, 64)
+    cuda_ops.small_linear(x, matrix, bias=bias, residual=residual)
+    cuda_ops.small_linear(stream, matrix, norm_weight=weight, gated=True)
+    plain, gated = RecordedLaunch.made[3:]
+    assert plain.calls == [(matrix.data_ptr(), x.data_ptr(), 0, bias.data_ptr(), residual.data_ptr())]
+    assert [int(scalar) for scalar in plain.scalars[:6]] == [64, 48, 2, 48, 64, 2]
+    assert gated.calls[0][:4] == (matrix.data_ptr(), stream.data_ptr(), weight.data_ptr(), 0)
+    assert [int(scalar) for scalar in gated.scalars[:6]] == [64, 24, 2, 24, 64, 0]
+
+
 def test_rope_arguments_are_checked():
     cache = torch.zeros(4, 2, 16, 64)
     arguments = (torch.zeros(3, 256), None, None, 1e-6, torch.zeros(3).long(), torch.zeros(32), 1.0, cache, cache)

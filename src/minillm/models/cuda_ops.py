@@ -16,11 +16,14 @@ launch kept. All kernels are launched as dependents (``attention/kernels/depende
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +57,33 @@ class _ThreadLaunches(threading.local):
 
 
 _launches = _ThreadLaunches()
+
+
+_numbers = itertools.count()
+_layouts: dict[object, int] = {}
+_known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+_MOST_KNOWN = 1 << 16
+
+
+def _fixed(tensor: Tensor | None) -> int:
+    """A number for the layout of a tensor that lives long, such as a weight: quick where the object is known.
+
+    Its attributes take a microsecond to read, and a launch has up to nine tensors. Changing the layout of a tensor in
+    place (``resize_``, ``set_``) after its first launch goes unnoticed.
+    """
+    if tensor is None:
+        return -1
+    found = _known.get(id(tensor))
+    if found is not None and found[0]() is tensor:
+        return found[1]
+    layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    number = _layouts.get(layout)
+    if number is None:
+        number = _layouts.setdefault(layout, next(_numbers))
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[id(tensor)] = weakref.ref(tensor), number
+    return number
 
 
 def _prepare(
@@ -113,7 +143,7 @@ def embed(input_ids: Tensor, embedding: Tensor, residual: Tensor) -> Tensor:
     key = (
         "embed",
         *(input_ids.shape, input_ids.stride(), input_ids.dtype, input_ids.device),
-        *(embedding.shape, embedding.stride(), embedding.dtype, embedding.device),
+        _fixed(embedding),
         *(residual.shape, residual.stride(), residual.dtype, residual.device),
     )
     launch = _launches.prepared.get(key)
@@ -146,7 +176,7 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
         "norm",
         *((None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)),
         *(residual.shape, residual.stride(), residual.dtype, residual.device),
-        *(weight.shape, weight.stride(), weight.dtype, weight.device),
+        _fixed(weight),
         *(out.shape, out.stride(), out.dtype, out.device),
         eps,
     )
@@ -261,12 +291,12 @@ def qk_norm_rope_write(
     key = (
         "rope",
         *(qkv.shape, qkv.stride(), qkv.dtype, qkv.device),
-        *((None,) if q_weight is None else (q_weight.shape, q_weight.stride(), q_weight.dtype, q_weight.device)),
-        *((None,) if k_weight is None else (k_weight.shape, k_weight.stride(), k_weight.dtype, k_weight.device)),
+        _fixed(q_weight),
+        _fixed(k_weight),
         *(positions.shape, positions.stride(), positions.dtype, positions.device),
-        *(inv_freq.shape, inv_freq.stride(), inv_freq.dtype, inv_freq.device),
-        *(k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device),
-        *(v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device),
+        _fixed(inv_freq),
+        _fixed(k_cache),
+        _fixed(v_cache),
         *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device),
         *(q_out.shape, q_out.stride(), q_out.dtype, q_out.device),
         eps,
@@ -418,7 +448,8 @@ def _multiprocessors(device: torch.device) -> int:
 @cache
 def shared_limit(device: torch.device) -> int:
     """Bytes of dynamic shared memory that a thread block may have, beside `small_linear`'s few static ones."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 256
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the field
+    return int(properties.shared_memory_per_block_optin) - 256
 
 
 def supports_small_linear(
@@ -479,10 +510,10 @@ def small_linear(
         eps,
         config,
         *(x.shape, x.stride(), x.dtype, x.device),
-        *(weight.shape, weight.stride(), weight.dtype, weight.device),
+        _fixed(weight),
         *(target.shape, target.stride(), target.dtype, target.device),
-        *((None,) if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)),
-        *((None,) if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device)),
+        _fixed(bias),
+        _fixed(norm_weight),
     )
     launch = _launches.prepared.get(key)
     if launch is None:
