@@ -290,6 +290,7 @@ def test_dependent_launches_see_what_the_kernels_before_wrote(kernel, prepared):
 
 
 @pytest.mark.cuda
+@needs_gpu
 def test_a_copy_may_be_the_first_call_of_its_thread() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -372,7 +372,7 @@ def memcpy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
     """
     from cuda.bindings import driver
 
-    device = _current_device()
+    device = current_device()
     if device not in _thread.devices:
         ensure_context(device)
     check(driver.cuMemcpyAsync(target, source, num_bytes, stream), f"copy of {num_bytes} bytes")
