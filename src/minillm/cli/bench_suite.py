@@ -369,6 +369,7 @@ QUICK: dict[str, list[str]] = {
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
 GPU_ONLY: dict[str, list[str]] = {
     "gpu-table": ["gpu-table"],
+    "fused": ["fused"],
     **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
     "sampling": ["sampling"],
 }
