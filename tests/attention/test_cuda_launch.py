@@ -287,3 +287,23 @@ def test_dependent_launches_see_what_the_kernels_before_wrote(kernel, prepared):
         buffers[0] = start
         graph.replay()
         assert buffers[:, 31].tolist() == list(range(start, start + 40))
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_a_copy_may_be_the_first_call_of_its_thread() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+    source = torch.arange(8, device="cuda")
+    target = torch.zeros_like(source)
+    torch.cuda.synchronize()
+
+    def copy() -> None:
+        memcpy_async(target.data_ptr(), source.data_ptr(), source.nbytes, current_raw_stream(0))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(copy).result()
+    torch.cuda.synchronize()
+    assert torch.equal(target, source)

@@ -367,10 +367,14 @@ def _three(dim: Dim) -> tuple[int, int, int]:
 def memcpy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
     """Queue a copy between two addresses, on the device or in host memory, on a raw stream of the current device.
 
-    The driver's call without torch's tensors around it: copying many pieces costs a fifth of the host's time.
+    The driver's call without torch's tensors around it: copying many pieces costs a fifth of the host's time. It may be
+    the first call of its thread, as in an engine's thread whose model was loaded by another.
     """
     from cuda.bindings import driver
 
+    device = current_device()
+    if device not in _thread.devices:
+        ensure_context(device)
     check(driver.cuMemcpyAsync(target, source, num_bytes, stream), f"copy of {num_bytes} bytes")
 
 

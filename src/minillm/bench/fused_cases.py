@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,13 +188,16 @@ class DecodeStep:
 
     def _rope(self) -> None:
         weight = self.head_norm if self.model.qk_norm else None
-        cuda_ops.qk_norm_rope_write(self.qkv, weight, weight, EPS, self.slots, self.inv_freq, 1.0, *self.cache,
-                                    self.slots, self.q)  # fmt: skip
+        keys, values = self.cache
+        where = self.slots
+        cuda_ops.qk_norm_rope_write(
+            self.qkv, weight, weight, EPS, where, self.inv_freq, 1.0, keys, values, where, self.q
+        )
 
     def run(self) -> Tensor:
         """Logits by the fused kernels."""
         cuda_ops.embed(self.ids, self.head, self.residual)
-        given = {"norm_weight": self.norm_weight, "eps": EPS}
+        given: dict[str, Any] = {"norm_weight": self.norm_weight, "eps": EPS}
         for layer in self.weights:
             cuda_ops.small_linear(self.residual, layer["qkv"], bias=self.bias, out=self.qkv, **given)
             self._rope()
@@ -322,10 +326,10 @@ def _product(case: Case, sets: int, device: torch.device, variants: bool) -> dic
         cuda_ops.add_rms_norm(None, stream, norm_weight, EPS, x)
     wide = case.residual or case.to_float
     out = torch.zeros(rows, n, dtype=torch.float32 if wide else DTYPE, device=device)
-    target = {"residual": out} if case.residual else {"out": out}
+    target: dict[str, Any] = {"residual": out} if case.residual else {"out": out}
 
     def fused(i: int, config: SmallLinearConfig | None) -> Call:
-        given = {"norm_weight": norm_weight, "eps": EPS} if case.norm else {}
+        given: dict[str, Any] = {"norm_weight": norm_weight, "eps": EPS} if case.norm else {}
         source = stream if case.norm else x
         return lambda: cuda_ops.small_linear(
             source, weight[i], bias=bias, gated=case.gated, config=config, **target, **given

@@ -45,7 +45,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
         name = state.model_names[0]
         exposition = Exposition(runtime, metrics, model_name=name, prefix=state.config.metrics_prefix)
         dashboard = Dashboard(runtime, metrics, model_name=name, show_text=state.config.show_prompts)
-        state.on_drain.append(dashboard.close)
+        state.on_drain.append(dashboard.end_streams)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
