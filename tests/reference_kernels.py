@@ -10,7 +10,7 @@ from torch import Tensor
 
 import reference_ops
 from minillm.attention.cuda import CudaMetadata
-from minillm.attention.cuda_prepare import HEADER_INTS, UPDATE_INTS, DecodeBuffers
+from minillm.attention.cuda_prepare import COLUMNS, HEADER_INTS, UPDATE_INTS, DecodeBuffers
 from minillm.attention.interface import LayerAttention
 from minillm.attention.reference import paged_attention_reference
 
@@ -98,7 +98,9 @@ class ReferenceKernels:
         count, num_updates = step[:2]
         assert count <= num_rows <= stride
         rows, tokens, positions = (step[HEADER_INTS + i * stride :][:count] for i in range(3))
-        updates = torch.tensor(step[HEADER_INTS + 3 * stride :][: UPDATE_INTS * num_updates]).view(-1, UPDATE_INTS)
+        updates = torch.tensor(step[HEADER_INTS + COLUMNS * stride :][: UPDATE_INTS * num_updates]).view(
+            -1, UPDATE_INTS
+        )
         seen = set()
         for row, index, block in updates.tolist():
             assert row in rows and (row, index) not in seen  # the row's own thread block applies it; in any order

@@ -16,6 +16,7 @@ def test_overlapping_kernels_are_busy_once_and_gaps_are_what_is_left():
     assert [row["name"] for row in kernel_rows(spans, 2)] == ["a", "b", "c", "busy", "gaps"]
     assert (rows["a"]["calls"], rows["a"]["us"]) == (1.0, 10.0)
     assert (rows["b"]["calls"], rows["b"]["us"]) == (0.5, 4.0)
+    assert [rows[name]["gap_us"] for name in "abc"] == [(0 + 6) / 2, 2 / 2, 0.0]
     assert rows["busy"]["us"] == (10 + 8 + 4 + 10) / 2
     assert rows["gaps"]["us"] == (2 + 6) / 2
     assert rows["busy"]["us"] + rows["gaps"]["us"] == 40.0 / 2

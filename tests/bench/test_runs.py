@@ -123,6 +123,17 @@ def test_a_request_that_cannot_fit_is_refused_before_anything_runs():
         runs.drive(virtual(num_blocks=4), Workload("w", (request(), request(prompt=60, output=9))))
 
 
+def test_a_run_with_a_request_that_failed_has_no_figures():
+    target = virtual()
+
+    def fail_one(done: int, total: int) -> None:
+        target.engine.scheduler.cancel("w1", target.engine.clock(), "its output failed")
+
+    made = Workload("w", (request(output=2), request(output=20)))
+    with pytest.raises(runs.FailedRunError, match=r"workload w: 1 of 2 requests .*\(its output failed\)"):
+        runs.drive(target, made, progress=fail_one)
+
+
 def test_classes_priorities_users_and_salts_reach_the_scheduler():
     one = Workload("w", (request(prompt=40, label="a", priority=2, user="u", salt="s"),))
     two = one.labelled("b", priority=1)

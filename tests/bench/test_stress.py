@@ -104,6 +104,33 @@ def test_a_planted_effect_of_one_factor_is_attributed_to_it_alone():
     assert product == pytest.approx(found.total_factor.value)
 
 
+def test_a_machine_that_changes_its_speed_is_taken_out_by_the_probe():
+    def slowness(row) -> float:
+        return 1 + 0.4 * (int(row["round"]) % 2) + 0.1 * (row["victim"] == "fifo")
+
+    steady = planted_rows(lambda s: 1000 + 250 * (s.victim == SWITCHED.victim))
+    disturbed = [
+        {
+            **row,
+            "seconds": str(float(row["seconds"]) * slowness(row)),
+            "output_tok_per_s": str(float(row["output_tok_per_s"]) / slowness(row)),
+            "probe_seconds": str(0.3 * slowness(row)),
+        }
+        for row in steady
+    ]
+    found = analysis.steadied(disturbed)
+    usual = float(found[0]["probe_seconds"]) / 0.3
+    for before, after, timed in zip(steady, found, disturbed, strict=True):
+        assert float(after["seconds"]) == pytest.approx(usual * float(before["seconds"]))
+        assert after["timed_seconds"] == timed["seconds"]
+    assert analysis.attribute(found).shares["victim"].value == pytest.approx(255 / usual)
+    assert analysis.fit_cost(found).worst_run < analysis.fit_cost(disturbed).worst_run / 2
+    without = [{name: value for name, value in row.items() if name != "probe_seconds"} for row in disturbed]
+    assert [row["seconds"] for row in analysis.steadied(without)] == [repr(float(row["seconds"])) for row in disturbed]
+    assert stress_report.probe_text(disturbed).startswith("A probe, one small run")
+    assert stress_report.probe_text(without) == ""
+
+
 def test_rows_without_all_combinations_have_no_attribution():
     rows = planted_rows(lambda s: 1000.0)
     assert analysis.attribute([row for row in rows if Setting.from_row(row).cap == 6]) is not None
@@ -111,9 +138,7 @@ def test_rows_without_all_combinations_have_no_attribution():
 
 
 def test_the_page_says_what_the_figures_say():
-    page = stress_report.markdown(
-        planted_rows(lambda s: 1000 + 250 * (s.victim == "cost_based")), "stress.png", "minillm bench stress"
-    )
+    page = stress_report.markdown(planted_rows(lambda s: 1000 + 250 * (s.victim == "cost_based")), "stress.png")
     assert "cost_based makes 1.250 [1.250, 1.250] times the tokens per second of fifo (beyond the noise)" in page
     assert "victim +255.0" in page and "Interactions beyond the noise: none." in page
     assert "| victim: fifo -> cost_based | +255.0" in page and "![" in page

@@ -11,6 +11,7 @@ from minillm.bench import common, history
 from minillm.bench.program import PROGRAMS, get_program
 from minillm.cli import bench_suite
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 TINY = ["--model", "random:toy", "--device", "cpu"]
 
 
@@ -189,7 +190,58 @@ def test_the_quick_form_of_a_program_runs(tmp_path: Path, name: str) -> None:
 
 def test_a_csv_of_another_program_is_refused(cli, results: Path) -> None:
     done = cli("bench", "static", "--from-csv", str(results / "scheduler.csv"))
-    assert done.code == 2 and "not a result of `bench static`" in done.errors[0]
+    assert done.code == 1 and "is not a result of `bench static`: there is no 'dtype'" in done.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x89PNG\r\n\x1a\n\x00\xff", "is not a CSV file of results"),
+        (b"", "has no rows"),
+        (b"running,steps\n", "has no rows"),
+        (b"a,b\n1\n", "row 1 does not have the columns of the first line"),
+        (b"a,b\n1,2,3\n", "row 1 does not have the columns of the first line"),
+        ("bad number", "is not a result of `bench scheduler`: could not convert string to float: 'fast'"),
+        (None, "cannot be read: Is a directory"),
+        ("absent", "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_result_is_one_line(cli, tmp_path: Path, content: bytes | str | None, message: str) -> None:
+    path = tmp_path / "given.csv"
+    if content is None:
+        path.mkdir()
+    elif content == "bad number":
+        saved = common.read_csv(RESULTS / "scheduler.csv")
+        common.write_csv(path, [{**row, "median_us": "fast"} for row in saved])
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    done = cli("bench", "scheduler", "--from-csv", str(path))
+    assert done.code == 1 and len(done.errors) == 1 and message in done.errors[0], done.errors
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "absent"])
+def test_a_report_of_no_folder_is_one_line(cli, tmp_path: Path, folder: str) -> None:
+    done = cli("bench", "report", "--results", str(tmp_path / folder))
+    assert done.code == 2 and len(done.errors) == 1 and "is not a folder" in done.errors[0]
+
+
+def test_a_label_gives_results_a_section_and_plots_of_their_own(cli, results: Path) -> None:
+    own = "bench scheduler --running 1 --steps 20 --output " + str(results / "scheduler-other.csv")
+    assert cli(*own.split()).code == 0
+    assert {row["command"] for row in common.read_csv(results / "scheduler-other.csv")} == {f"minillm {own}"}
+    assert cli("bench", "report", "--results", str(results)).code == 0
+    text = (results / "report.md").read_text()
+    section = text.split("## CPU cost of the scheduler: other\n", 1)[1].split("\n## ")[0]
+    assert f"`minillm {own}`" in section and "](scheduler-other.png)" in section
+    assert "](scheduler.png)" in text.split("## CPU cost of the scheduler\n", 1)[1].split("\n## ")[0]
+
+
+def test_named_plots_carry_the_label_of_their_file(tmp_path: Path) -> None:
+    modes = get_program("modes")
+    rows = common.read_csv(RESULTS / "modes.csv")
+    drawn = modes.draw(rows, tmp_path / "modes-h200.csv")
+    assert [path.name for path in drawn] == ["compare_serving_modes_log-h200.png", "compare_continuous_only-h200.png"]
+    assert modes.saved(RESULTS)[0] == RESULTS / "modes.csv"
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))

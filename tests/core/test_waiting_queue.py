@@ -128,6 +128,31 @@ def test_lazy_heap_gives_the_same_order_as_sorting(policy):
     assert len(q) == len(live)
 
 
+@pytest.mark.parametrize("users", [2, 500])
+def test_fair_evaluates_few_keys_however_long_the_queue_is(users):
+    evaluated = 0
+
+    @register_queue_policy("counted_test", per_user=True)
+    def counted(request, context):
+        nonlocal evaluated
+        evaluated += 1
+        return QUEUE_POLICIES["fair"](request, context)
+
+    try:
+        q = queue("counted_test")
+        fill(q, [make_request(f"r{i}", 1, user=f"u{i % users}") for i in range(2000)])
+        evaluated, served = 0, 0
+        tokens = q.context.served_tokens
+        while (head := q.head()) is not None and served < 1000:
+            assert tokens.get(head.user, 0.0) == min(tokens.get(f"u{user}", 0.0) for user in range(users))
+            tokens[head.user] = tokens.get(head.user, 0.0) + 10.0
+            q.remove(head)
+            served += 1
+        assert served == 1000 and evaluated < 6 * served
+    finally:
+        del QUEUE_POLICIES["counted_test"]
+
+
 def test_unknown_policies_are_refused_with_the_known_names():
     with pytest.raises(UnknownPolicyError, match=r"scheduling_policy='nope'.*fcfs.*priority"):
         get_queue_policy("nope")
@@ -173,3 +198,21 @@ def test_cost_based_never_prefers_a_victim_that_frees_nothing():
     r.arrival_seq = 9
     chosen = min([*victims(), Victim(r, 0, 0.0)], key=get_victim_policy("cost_based"))
     assert chosen.request.request_id != "shared"
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs", "shortest_prompt", "fair"])
+def test_the_first_few_are_found_without_sorting_the_queue(policy):
+    rng = random.Random(7)
+    q = queue(policy)
+    requests = [
+        make_request(f"r{i}", rng.randint(1, 50), priority=rng.randint(0, 3), user=rng.choice("abc"))
+        for i in range(500)
+    ]
+    fill(q, requests)
+    for request in rng.sample(requests, 200):  # their entries stay in the heap for a while
+        q.remove(request)
+    for request in rng.sample([r for r in requests if r not in q], 50):
+        q.push(request)
+    for count in (0, 1, 7, 64, 350, 1000):
+        assert q.first(count) == q.in_order()[:count]
+    assert queue(policy).first(3) == []

@@ -264,7 +264,7 @@ def make_parts(
         architecture="scripted",
         dtype="float32",
         device="cpu",
-        vocab_size=VOCAB,
+        vocab_size=tokenizer.vocab_size,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,

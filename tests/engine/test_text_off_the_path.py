@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -126,6 +127,28 @@ def test_tokens_committed_before_a_failure_still_reach_their_reader() -> None:
     driver.take(driver.engine.take_updates())
     assert [event.index for event in driver.events["r"]] == [0, 1]
     assert not driver.engine.has_work
+
+
+def test_what_a_failed_device_holds_is_never_freed_and_an_ordinary_failure_frees_it() -> None:
+    import torch
+
+    for error, kept in (
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (ValueError(), False),
+    ):
+        runner = ScriptedRunner()
+
+        def failing(handle, error=error):
+            raise error
+
+        driver = EngineDriver(runner, overlap=True)
+        driver.add("r", "abc", GREEDY)
+        runner.collect = failing  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError):
+            driver.run()
+        driver.engine.close()
+        assert runner.closed is not kept
+        assert any(held[:1] == (runner,) for held in gc.get_referrers(runner) if isinstance(held, tuple)) is kept
 
 
 UNICODE = [*letters("a"), *TOKENIZER.encode("é😀", add_special_tokens=False), *letters("z")]

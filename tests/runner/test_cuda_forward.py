@@ -43,13 +43,17 @@ def make(device: str, model: Any = None, **options: Any) -> Loop:
 # ---- The message and the kernel --------------------------------------------------------------------------------------
 
 
-def test_the_message_has_a_header_three_columns_and_the_updates():
-    message = pack_step([5, 1, 3], [-1, 20, 30], [47, 0, 11], [5, 2, 70, 1, 0, 9], 8)
+def test_the_message_has_a_header_four_columns_and_the_updates():
+    message = pack_step([5, 1, 3], [-1, 20, 30], [47, 0, 11], [6, 1, 2], [5, 2, 70, 1, 0, 9], 8)
     assert message.dtype == np.int32
     assert message[:HEADER_INTS].tolist() == [3, 2, 0, 0]
-    columns = message[HEADER_INTS : HEADER_INTS + 24].reshape(3, 8)
-    assert columns[:, :3].tolist() == [[5, 1, 3], [-1, 20, 30], [47, 0, 11]]
-    assert message[HEADER_INTS + 24 :].tolist() == [5, 2, 70, 1, 0, 9]
+    columns = message[HEADER_INTS : HEADER_INTS + 32].reshape(4, 8)
+    assert columns[:, :3].tolist() == [[5, 1, 3], [-1, 20, 30], [47, 0, 11], [6, 1, 2]]
+    buffers = DecodeBuffers(8, 3, torch.device("cpu"))
+    buffers.step[: len(message)] = torch.from_numpy(message)
+    assert buffers.sent_rows[:3].tolist() == [5, 1, 3]
+    assert buffers.output_indices[:3].tolist() == [6, 1, 2]
+    assert message[HEADER_INTS + 32 :].tolist() == [5, 2, 70, 1, 0, 9]
 
 
 def prepared(device: str, count: int, num_rows: int, seed: int = 0) -> tuple[DecodeBuffers, torch.Tensor]:
@@ -67,7 +71,7 @@ def prepared(device: str, count: int, num_rows: int, seed: int = 0) -> tuple[Dec
     updates = [[row, p // block_size, 2000 + row] for row, p in zip(rows[::2], positions[::2], strict=True)]
     updates += [[row, 0, 3000 + row] for row, p in zip(rows[::2], positions[::2], strict=True) if p >= block_size]
     flat = [number for update in updates for number in update]
-    message = torch.from_numpy(pack_step(rows, tokens, positions, flat, buffers.capacity))
+    message = torch.from_numpy(pack_step(rows, tokens, positions, [1] * count, flat, buffers.capacity))
     buffers.step[: len(message)] = message.to(device)
     prepare = prepare_decode if device == "cuda" else ReferenceKernels().prepare_decode
     prepare(num_rows, buffers, tables, last_tokens, block_size)
@@ -328,6 +332,18 @@ def test_graphs_under_memory_pressure_give_the_same_tokens(mode):
     counters = loop.scheduler.counters
     assert counters.preemptions_swap + counters.preemptions_recompute > 0
     assert len(loop.runner.cuda_forward.graphs.captured) > 2
+
+
+@cuda
+def test_warming_up_captures_all_sizes_and_changes_no_token():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = decoder_of(tiny_reference(), device="cuda")
+    warm, cold = make("cuda", model), make("cuda", model)
+    warm.runner.warm_up()
+    assert warm.runner.cuda_forward.graphs.captured == [1, 2, 4, 8, 16]
+    assert not warm.cache.store[:, :, 0].any()
+    assert all_tokens(warm, passes=1) == all_tokens(cold, passes=1)
 
 
 @cuda

@@ -95,6 +95,28 @@ def test_a_capture_that_fails_costs_the_graphs_and_no_step(caplog):
     assert "2 rows failed: operation not permitted" in caplog.text
 
 
+def test_warming_up_captures_every_size_and_without_graphs_does_nothing():
+    recorder = Recorder()
+    graphs = StepGraphs([1, 2, 4], recorder.capture)
+    graphs.warm_up(recorder.step)
+    assert graphs.captured == [1, 2, 4]
+    assert recorder.captured == [4, 2, 1]
+    StepGraphs([1, 2], None).warm_up(recorder.step)
+    assert recorder.ran == [4, 4, 2, 2, 1, 1]
+
+
+def test_graphs_that_are_forgotten_are_captured_again():
+    recorder = Recorder()
+    graphs = StepGraphs([1], recorder.capture)
+    for _ in range(2):
+        graphs.run(1, recorder.step)
+    graphs.forget()
+    assert graphs.captured == []
+    for _ in range(2):
+        graphs.run(1, recorder.step)
+    assert recorder.captured == [1, 1]
+
+
 def test_after_closing_no_graph_is_held():
     recorder = Recorder()
     graphs = StepGraphs([1], recorder.capture)

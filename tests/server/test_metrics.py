@@ -206,7 +206,7 @@ class TestText:
         assert '"num_gpu_blocks": "20"' in info and '"block_size": "4"' in info
 
     def test_gauges_while_requests_run_wait_and_are_swapped_out(self) -> None:
-        metrics, gate = EngineMetrics(), threading.Event()
+        metrics, gate, submitted = EngineMetrics(), threading.Event(), threading.Event()
         runner = ScriptedRunner()
         with make_runtime(
             runner, observer=metrics, num_blocks=8, num_swap_blocks=40, preemption_mode="swap", max_num_seqs=4
@@ -215,6 +215,7 @@ class TestText:
             forward = runner.forward
 
             def stop_when_swapped(plan):
+                assert submitted.wait(WAIT)
                 if plan.swap_outs:
                     runner.entered.clear()
                     metrics.swap_seen = True  # type: ignore[attr-defined]
@@ -223,6 +224,7 @@ class TestText:
 
             runner.forward = stop_when_swapped  # type: ignore[method-assign]
             futures = [runtime.submit("abcdefgh", tokens(16)) for _ in range(6)]
+            submitted.set()
             eventually(lambda: hasattr(metrics, "swap_seen"), "a swap-out")
             stats, found = runtime.stats(), samples(exposition)
             gate.set()

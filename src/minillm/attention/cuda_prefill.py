@@ -25,6 +25,7 @@ from minillm.attention.cuda_checks import (
     check_tensor,
     debug_check_tables,
 )
+from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
 from minillm.attention.interface import LayerAttention
 
 TUNED_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -238,6 +239,8 @@ class PrefillPlan:
 
     def _reserve(self, work: int, splits: int) -> None:
         """Buffers for so many tiles and split tiles: a header (their number), the work list, the split list."""
+        for _, copied in self._staging:
+            copied.synchronize()
         self._work_capacity, self._split_capacity = work, splits
         self.version += 1
         size = _HEADER_INTS + _WORK_FIELDS * (work + splits)
@@ -275,7 +278,8 @@ class PrefillPlan:
         at = _HEADER_INTS + _WORK_FIELDS * self._work_capacity
         lists[at : at + splits.size] = splits.reshape(-1)
         used = at + splits.size if len(splits) else _HEADER_INTS + work.size
-        self._lists[:used].copy_(staging[:used], non_blocking=True)
+        # As in memory/staging.py: torch is not told of copies out of memory that outlives them.
+        memcpy_async(self._lists.data_ptr(), lists.ctypes.data, 4 * used, current_raw_stream(self.device.index))
         copied.record(torch.cuda.current_stream(self.device))
 
     def map_of(self, tensor: Tensor, box: Sequence[int]) -> bytes:

@@ -21,8 +21,9 @@ from minillm.attention.cuda_build import KernelSpec, get_kernel
 from minillm.attention.cuda_checks import CheckedLayouts, check_tensor
 
 HEADER_INTS = 4
+COLUMNS = 4
 UPDATE_INTS = 3
-"""As in the kernel: ints before the columns, and of a table update (row, index, block)."""
+"""As in the kernel: ints before the columns, columns, ints of a table update (row, index, block)."""
 
 _THREADS = 128
 
@@ -39,7 +40,8 @@ def specs(arch: str) -> list[KernelSpec]:
 class DecodeBuffers:
     """The device's side of a decode step of up to `capacity` rows; a step of n rows uses the first n of everything.
 
-    - ``step`` int32: the host's message; ``max_updates`` table updates fit into it.
+    - ``step`` int32: the host's message; ``max_updates`` table updates fit into it. ``sent_rows`` and
+      ``output_indices`` int32 [capacity] are two of its columns.
     - ``input_ids``, ``positions``, ``slot_mapping``, ``rows`` int64 [capacity]; ``context_lens`` int32 [capacity].
     - ``tables`` int32 [capacity, table_width]: block tables of the step's rows, entries in use.
     - ``query_start`` int32 [capacity + 1]: 0, 1, 2, ... since every row has one token.
@@ -51,7 +53,9 @@ class DecodeBuffers:
 
         self.capacity = capacity
         self.max_updates = 2 * capacity
-        self.step = zeros(HEADER_INTS + 3 * capacity + UPDATE_INTS * self.max_updates, dtype=torch.int32)
+        self.step = zeros(HEADER_INTS + COLUMNS * capacity + UPDATE_INTS * self.max_updates, dtype=torch.int32)
+        columns = self.step[HEADER_INTS : HEADER_INTS + COLUMNS * capacity].view(COLUMNS, capacity)
+        self.sent_rows, self.output_indices = columns[0], columns[3]
         self.input_ids, self.positions, self.slot_mapping, self.rows = (zeros(capacity) for _ in range(4))
         self.context_lens = zeros(capacity, dtype=torch.int32)
         self.tables = zeros(capacity, table_width, dtype=torch.int32)
@@ -59,13 +63,18 @@ class DecodeBuffers:
 
 
 def pack_step(
-    rows: Sequence[int], token_ids: Sequence[int], positions: Sequence[int], updates: Sequence[int], capacity: int
+    rows: Sequence[int],
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    output_indices: Sequence[int],
+    updates: Sequence[int],
+    capacity: int,
 ) -> np.ndarray:
     """The host's message: columns of at most `capacity` entries; `updates` are (row, index, block), flat."""
-    count, end = len(rows), HEADER_INTS + 3 * capacity
+    count, end = len(rows), HEADER_INTS + COLUMNS * capacity
     message = np.zeros(end + len(updates), dtype=np.int32)
     message[0], message[1] = count, len(updates) // UPDATE_INTS
-    for i, column in enumerate((rows, token_ids, positions)):
+    for i, column in enumerate((rows, token_ids, positions, output_indices)):
         first = HEADER_INTS + i * capacity
         message[first : first + count] = column
     message[end:] = updates

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.core.errors import MiniLLMError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -180,17 +182,33 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write `rows`, which share their columns, as one file that replaces the old one whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="") as file:
+    with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     temporary.replace(path)
 
 
+class ResultsError(MiniLLMError, ValueError):
+    """A file of results cannot be read, or is not one."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+
+
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a file that :func:`write_csv` wrote."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    """The rows of a file that :func:`write_csv` wrote; :class:`ResultsError` if it cannot be read as one."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file, strict=True))
+    except OSError as error:
+        raise ResultsError(path, f"cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ResultsError(path, f"is not a CSV file of results: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ResultsError(path, f"row {number} does not have the columns of the first line")
+    return rows
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 from minillm.bench import common, floors
 from minillm.bench.models import open_model
 from minillm.bench.runs import Target, open_target
+from minillm.core.errors import ConfigError
 from minillm.core.request import Request
 from minillm.core.sampling_params import SamplingParams
+from minillm.models.decoder import Decoder
 
 SETTLE, TIMED, TRACED = 24, 64, 12
 """Steps before the timed ones (graphs are captured in them), timed ones, traced ones."""
@@ -47,20 +49,29 @@ class Span(NamedTuple):
 
 
 def kernel_rows(spans: Iterable[Span], steps: int) -> list[dict[str, Any]]:
-    """Per step: calls and time of each kernel, longest first, then the busy time and the gaps."""
+    """Per step: calls and time of each kernel and the gaps in front of it, longest first; then busy time and gaps."""
     spans = sorted(spans, key=lambda span: span.start)
     if not spans:
         return []
     total: dict[str, list[float]] = defaultdict(list)
+    before: dict[str, float] = defaultdict(float)
     busy = gaps = 0.0
     reached = spans[0].start
     for span in spans:
         total[span.name].append(span.end - span.start)
-        gaps += max(0.0, span.start - reached)
+        gap = max(0.0, span.start - reached)
+        before[span.name] += gap
+        gaps += gap
         busy += max(0.0, span.end - max(reached, span.start))
         reached = max(reached, span.end)
     rows: list[dict[str, Any]] = [
-        {"kind": "kernel", "name": name, "calls": len(times) / steps, "us": sum(times) / steps}
+        {
+            "kind": "kernel",
+            "name": name,
+            "calls": len(times) / steps,
+            "us": sum(times) / steps,
+            "gap_us": before[name] / steps,
+        }
         for name, times in total.items()
     ]
     rows.sort(key=lambda row: -row["us"])
@@ -180,13 +191,17 @@ def profile_batch(target: Target, batch: int, context: int, temperature: float, 
         row["share"] = round(row["us"] / (median * 1e6), 4)
         row["us"] = round(row["us"], 2)
         row["calls"] = round(row["calls"], 2)
+        row["gap_us"] = round(row.get("gap_us", 0.0), 2)
     return rows
 
 
 def measure(options: argparse.Namespace, progress: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Rows of all batch sizes, each with its settings."""
     model = open_model(options.model, options.dtype, options.device)
-    limits = floors.measure_limits(model.decoder.device, model.decoder.dtype)
+    decoder = model.decoder
+    if not isinstance(decoder, Decoder):
+        raise ConfigError(f"model={options.model!r} is no decoder of this package: its floor is not known")
+    limits = floors.measure_limits(decoder.device, decoder.dtype)
     most, length = max(options.batches), options.context + SETTLE + TIMED + TRACED + 64
     settings = {
         "max_num_seqs": most,
@@ -200,7 +215,7 @@ def measure(options: argparse.Namespace, progress: Callable[[str], None] = print
         per_token = target.bytes_per_block // target.config.block_size
         for batch in options.batches:
             context = options.context + SETTLE + TIMED // 2
-            least = floors.decode_bytes(model.decoder, batch, context, per_token) / limits.bytes_per_second
+            least = floors.decode_bytes(decoder, batch, context, per_token) / limits.bytes_per_second
             rows = profile_batch(target, batch, options.context, options.temperature, least)
             same = {
                 "model": target.name,
@@ -229,7 +244,11 @@ def summary(batch: int, rows: Sequence[dict[str, Any]], kernels: int = 16) -> st
     host = [f"{row['name']} {row['us']:.0f}" for row in rows if row["kind"] == "host"]
     lines.append(f"    host, us: {', '.join(host)}")
     shown = [row for row in rows if row["kind"] == "kernel"][:kernels] + [row for row in rows if row["kind"] == "gpu"]
-    lines += [f"    {row['us']:9.1f} us {row['share']:6.1%} x{row['calls']:<6g} {row['name'][:90]}" for row in shown]
+    lines += [
+        f"    {row['us']:9.1f} us {row['share']:6.1%} x{row['calls']:<6g} gaps before {row['gap_us']:5.1f} us "
+        f"{row['name'][:80]}"
+        for row in shown
+    ]
     return "\n".join(lines)
 
 

@@ -271,18 +271,18 @@ class _Bench:
         work = fixed(batch, prompt, sizes.steps + ahead, seed=self.options.seed + 1)
         times: list[float] = []
         contexts: list[float] = []
-        host = []
+        host: list[float] = []
         for _ in range(max(1, self.options.repeats // 2)):
-            begin = self.target.engine.wait_seconds
             result = self._drive(work)
-            host.append((result.seconds - (self.target.engine.wait_seconds - begin)) / len(result.steps) * 1e3)
             log = result.steps
             whole = [
                 rows == batch and not chunks for rows, chunks in zip(log.decode_rows, log.prefill_chunks, strict=True)
             ]
-            for (a, b), (before, now) in zip(pairwise(log.time), pairwise(whole), strict=True):
+            waits = [b - a for a, b in pairwise(log.waited)]
+            for (a, b), wait, (before, now) in zip(pairwise(log.time), waits, pairwise(whole), strict=True):
                 if before and now:
                     times.append((b - a) * 1e3)
+                    host.append((b - a - wait) * 1e3)
             contexts += [c / batch for c, is_whole in zip(log.context_tokens, whole, strict=True) if is_whole]
         moved = floors.decode_bytes(self.decoder, batch, round(statistics.fmean(contexts)), self.kv_bytes)
         return Measured(

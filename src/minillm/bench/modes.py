@@ -367,8 +367,10 @@ def _draw_rates(rows: Rows, path: Any, modes: Sequence[str], log: bool) -> None:
         for place, rate in enumerate(rates):
             rate_axes.text(place, rate.greatest * 1.02, f"{rate.median:,.0f}", ha="center", fontsize=8)
         if log:
-            rate_axes.set_yscale("log")
+            drawing.log_y(rate_axes)
             rate_axes.set_ylim(min(r.least for r in rates) / 2, max(r.greatest for r in rates) * 1.5)
+        else:
+            rate_axes.set_ylim(0, max(r.greatest for r in rates) * 1.1)
         drawing.grid(rate_axes, f"{model}, {lengths} outputs", "output tokens/s", legend=False)
         for mode, colour in zip(shown, colours, strict=True):
             row = them[mode][0]

@@ -9,15 +9,10 @@ from pathlib import Path
 from minillm.bench import drawing
 from minillm.bench.common import Summary, Verdict
 from minillm.bench.history import Figure
-from minillm.bench.program import Cells, Program, Rows, provenance
+from minillm.bench.program import Cells, Program, Rows, provenance, source
 
 NEAR_LRU = 0.02
 """Greatest difference of the scheduler's hit ratio from the LRU list's."""
-
-
-def _source(rows: Rows) -> str:
-    """The workload, without the scaling that gave it its load."""
-    return rows[0]["workload"].partition(", times x")[0]
 
 
 def _split(rows: Rows) -> tuple[dict[str, str], Rows]:
@@ -104,7 +99,7 @@ def draw(rows: Rows, path: Path) -> None:
     right.set_xticks(range(len(runs)), ["without\ncache", *(pool.replace(" blocks", "") for pool in pools)])
     right.set_xlabel("pool (blocks)")
     drawing.grid(right, f"Time to first token, load {without['load']} without cache", "seconds (predicted)")
-    drawing.save(figure, path, provenance(rows, _source(rows)))
+    drawing.save(figure, path, provenance(rows, source(rows)))
 
 
 def _model_medians(rows: Rows, column: str) -> dict[tuple[int, str], Summary]:
@@ -170,10 +165,10 @@ PROGRAM = Program(
     about="The real scheduler over a trace that says who shares what, with blocks of 512 tokens so that one of its "
     "hash ids is a block, in pools of a share of the distinct blocks; steps charged after an 8B model on one H200, so "
     "times are predictions. The LRU list is counted apart from the scheduler, prompt after prompt in order of arrival.",
-    tables=lambda rows: {f"Prefix cache by pool ({provenance(rows, _source(rows))})": table_cells(rows)},
+    tables=lambda rows: {f"Prefix cache by pool ({provenance(rows, source(rows))})": table_cells(rows)},
     plots={"": draw},
     figures=figures,
-    settings=lambda rows: f"load {rows[0]['load']}; {_source(rows)}",
+    settings=lambda rows: f"load {rows[0]['load']}; {source(rows)}",
     verdicts=verdicts,
 )
 

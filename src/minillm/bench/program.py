@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minillm.bench import history
+from minillm.bench import common, history
 from minillm.bench.common import Verdict
 from minillm.bench.history import Entry, Figure
 
@@ -19,6 +19,16 @@ Rows = list[dict[str, str]]
 Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Column names and rows of a table."""
 Draw = Callable[[Rows, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Saved rows, and what a program makes of them."""
+
+    rows: Rows
+    tables: Mapping[str, Cells]
+    verdicts: Sequence[Verdict]
+    figures: Sequence[Figure]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +59,39 @@ class Program:
         """File name of its results."""
         return self.csv_name or f"{self.name.replace('-', '_')}.csv"
 
+    def label(self, csv: Path) -> str:
+        """What tells `NAME-LABEL.csv` from the program's own `NAME.csv`, such as a device; "" for another name."""
+        head, _, label = csv.stem.partition("-")
+        return label if head == Path(self.csv).stem else ""
+
+    def saved(self, folder: Path) -> list[Path]:
+        """Its results in a folder: `NAME.csv` first, then every `NAME-LABEL.csv`."""
+        stem = Path(self.csv).stem
+        return [path for path in (folder / self.csv, *sorted(folder.glob(f"{stem}-*.csv"))) if path.is_file()]
+
     def draw(self, rows: Rows, csv: Path) -> list[Path]:
-        """Draw all plots beside the CSV file `csv`; returns their paths."""
+        """Draw all plots beside the CSV file `csv`, with its label in their names; returns their paths."""
         paths = []
+        label = self.label(csv)
         for name, plot in self.plots.items():
             path = csv.with_name(name) if name else csv.with_suffix(".png")
+            if name and label:
+                path = path.with_stem(f"{path.stem}-{label}")
             plot(rows, path)
             paths.append(path)
         return paths
+
+    def show(self, path: Path) -> Shown:
+        """The saved results of `path` as tables and verdicts; :class:`ResultsError` if it does not hold any."""
+        rows = common.read_csv(path)
+        if not rows:
+            raise common.ResultsError(path, "has no rows")
+        try:
+            return Shown(rows, self.tables(rows), self.verdicts(rows), self.figures(rows))
+        except KeyError as error:
+            raise common.ResultsError(path, f"is not a result of `bench {self.name}`: there is no {error}") from error
+        except (ValueError, ArithmeticError) as error:
+            raise common.ResultsError(path, f"is not a result of `bench {self.name}`: {error}") from error
 
     def remember(self, rows: Rows, path: Path = history.HISTORY) -> list[Entry]:
         """Append the headline figures to the history."""
@@ -86,6 +121,7 @@ PROGRAMS = {
     "decode-peers": "saved_programs:DECODE_PEERS",
     "prefill-peers": "saved_programs:PREFILL_PEERS",
     "swap": "saved_programs:SWAP",
+    "fused": "fused:PROGRAM",
     "sampling": "saved_programs:SAMPLING",
 }
 """Program -> module of this package and name in it, in the order of the report."""
@@ -99,7 +135,17 @@ def get_program(name: str) -> Program:
     return program
 
 
+def command(rows: Sequence[Mapping[str, str]], program: str) -> str:
+    """The command that measured the rows, as saved with them; of older files the program's name alone."""
+    return rows[0].get("command") or f"minillm bench {program}"
+
+
 def provenance(rows: Sequence[Mapping[str, str]], *more: str) -> str:
     """'device (N cores), commit, date', and what else is given, for under a title."""
     row = rows[0]
     return ", ".join([f"{row['device']} ({row['cores']} cores)", *more, f"commit {row['commit']}", row["date"]])
+
+
+def source(rows: Sequence[Mapping[str, str]]) -> str:
+    """The workload of the rows, without the scaling that gave it its load."""
+    return rows[0]["workload"].partition(", times x")[0]

@@ -45,7 +45,7 @@ def random_backend(vocab_size: int) -> Backend:
     for byte in (*range(0x20, 0x7F), *range(0x20), *range(0x7F, 0x100)):  # a tiny vocabulary has printable ones
         if len(vocab) < vocab_size:
             vocab[pieces[byte]] = len(vocab)
-    merges = []
+    merges: list[tuple[str, str]] = []
     for word in _words(Random(0)):
         if len(vocab) >= vocab_size:
             break

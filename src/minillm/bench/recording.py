@@ -82,6 +82,8 @@ class StepLog:
     swapped: list[int] = field(default_factory=list)
     blocks_used: list[int] = field(default_factory=list)
     """Referenced blocks after the commit."""
+    waited: list[float] = field(default_factory=list)
+    """Seconds that the step loop has waited for the device, of all steps so far."""
 
     def __len__(self) -> int:
         return len(self.time)
@@ -214,7 +216,8 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         self.scheduler: Any = None
-        """Of the engine that it observes; set once it exists."""
+        """Of the engine that it observes; set once it exists. Likewise `engine`."""
+        self.engine: Any = None
         self.begin({}, 0.0)
 
     def begin(self, records: Mapping[str, RequestRecord], start: float) -> None:
@@ -257,6 +260,7 @@ class Recorder(Observer):
         log.waiting.append(scheduler.num_waiting)
         log.swapped.append(scheduler.num_swapped)
         log.blocks_used.append(scheduler.blocks.num_referenced)
+        log.waited.append(self.engine.wait_seconds)
         self._last_commit = now
         for event in events.finished:
             self._end(event.request_id, event.reason, now)

@@ -4,43 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minillm.bench import common, drawing, history
 from minillm.bench.history import Change, Entry
-from minillm.bench.program import PROGRAMS, Program, Rows, get_program
+from minillm.bench.program import PROGRAMS, Program, Shown, command, get_program
+from minillm.core.errors import ConfigError
 
 METHOD = """\
 Every program warms up first, repeats, and gives medians with their range; contenders take turns in rounds, so that a
 machine that changes its speed does so for all. Where results can be wrong, they are checked before anything is timed.
-Times on a GPU are taken by events and by the synchronised wall clock, times on a CPU by the wall clock. Every figure
-comes from a CSV file beside this page, and `minillm bench NAME --from-csv FILE` shows it again.
+Times on a GPU are taken by events and by the synchronised wall clock, times on a CPU by the wall clock or, where a
+table says so, as CPU time. Every figure comes from a CSV file beside this page, and `minillm bench NAME --from-csv
+FILE` shows it again.
 """
 _MACHINE = ("device", "cores", "python")
 _RAN = ("torch", "transformers", "commit", "programs")
 
 
-def saved(folder: Path) -> list[tuple[Program, Path, Rows]]:
-    """The programs that have results in `folder`, in the order of the report."""
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One file of results."""
+
+    program: Program
+    path: Path
+    shown: Shown
+
+    @property
+    def title(self) -> str:
+        """Of its section: the program's, with the file's label."""
+        label = self.program.label(self.path)
+        return f"{self.program.title}: {label}" if label else self.program.title
+
+
+def saved(folder: Path) -> list[Results]:
+    """All results in `folder`, in the order of the report; ConfigError if it is no folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"results={str(folder)!r} is not a folder")
     found = []
     for name in PROGRAMS:
         program = get_program(name)
-        path = folder / program.csv
-        if path.is_file() and (rows := common.read_csv(path)):
-            found.append((program, path, rows))
+        found += [Results(program, path, program.show(path)) for path in program.saved(folder)]
     return found
 
 
 def write(folder: Path, output: Path) -> list[str]:
     """Draw all plots anew and write the page; returns the titles of its sections."""
-    programs = saved(folder)
+    found = saved(folder)
     entries = history.read(folder / "history.csv")
-    parts = ["# Benchmark report", METHOD, _environments(programs), _headlines(programs)]
+    parts = ["# Benchmark report", METHOD, _environments(found), _headlines(found)]
     titles = []
-    for program, path, rows in programs:
-        parts.append(_section(program, path, rows, output.parent))
-        titles.append(program.title)
+    for results in found:
+        parts.append(_section(results, output.parent))
+        titles.append(results.title)
     if entries:
         parts.append(_history(entries, folder, output.parent))
         titles.append("History")
@@ -49,47 +67,49 @@ def write(folder: Path, output: Path) -> list[str]:
     return titles
 
 
-def _environments(programs: Sequence[tuple[Program, Path, Rows]]) -> str:
+def _environments(found: Sequence[Results]) -> str:
     """Where the figures are from: one line per machine and Python, with the versions and commits that ran there."""
-    found: dict[tuple[str, ...], dict[str, dict[str, None]]] = {}
-    for program, _, rows in programs:
-        for row in rows:
-            line = found.setdefault(tuple(row[name] for name in _MACHINE), {name: {} for name in _RAN})
+    machines: dict[tuple[str, ...], dict[str, dict[str, None]]] = {}
+    for results in found:
+        for row in results.shown.rows:
+            line = machines.setdefault(tuple(row[name] for name in _MACHINE), {name: {} for name in _RAN})
             for name in _RAN:
-                value = program.name if name == "programs" else row.get(name)
+                value = results.program.name if name == "programs" else row.get(name)
                 if value:
                     line[name][value] = None
-    if not found:
+    if not machines:
         return "No results were found."
-    lines = [[*key, *(", ".join(line[name]) or "-" for name in _RAN)] for key, line in found.items()]
+    lines = [[*key, *(", ".join(line[name]) or "-" for name in _RAN)] for key, line in machines.items()]
     return "## Tested environments\n\n" + common.markdown_table([*_MACHINE, *_RAN], _escaped(lines))
 
 
-def _headlines(programs: Sequence[tuple[Program, Path, Rows]]) -> str:
+def _headlines(found: Sequence[Results]) -> str:
     """The headline figures of every program, best looked at first."""
     lines = []
-    for program, _, rows in programs:
-        figures = [figure for figure in program.figures(rows) if math.isfinite(figure.value)]
+    for results in found:
+        figures = [figure for figure in results.shown.figures if math.isfinite(figure.value)]
         for number, figure in enumerate(figures):
-            name = f"[{program.title}](#{_anchor(program.title)})" if number == 0 else ""
+            name = f"[{results.title}](#{_anchor(results.title)})" if number == 0 else ""
             lines.append([name, figure.name, f"{figure.value:,.4g}", figure.unit, f"{figure.better} is better"])
     if not lines:
         return ""
     return "## Headline figures\n\n" + common.markdown_table(["program", "figure", "value", "unit", ""], lines)
 
 
-def _section(program: Program, path: Path, rows: Rows, beside: Path) -> str:
-    parts = [f"## {program.title}", program.about, f"`minillm bench {program.name}`, {rows[0]['date']}."]
-    for title, (columns, cells) in program.tables(rows).items():
+def _section(results: Results, beside: Path) -> str:
+    program, shown = results.program, results.shown
+    about = [] if program.label(results.path) else [program.about]
+    parts = [f"## {results.title}", *about, f"`{command(shown.rows, program.name)}`, {shown.rows[0]['date']}."]
+    for title, (columns, cells) in shown.tables.items():
         first, *more = title.splitlines()
         parts.append(f"**{first}**" + "".join(f"  \n{line}" for line in more))
         parts.append(common.markdown_table(columns, _escaped(cells)))
     parts += [
         f"- {'met' if verdict.met else '**not met**'}: {verdict.requirement}: {verdict.found}"
-        for verdict in program.verdicts(rows)
+        for verdict in shown.verdicts
     ]
     if drawing.has_matplotlib():
-        parts += [_image(program.title, picture, beside) for picture in program.draw(rows, path)]
+        parts += [_image(results.title, picture, beside) for picture in program.draw(shown.rows, results.path)]
     return "\n\n".join(parts)
 
 

@@ -25,7 +25,7 @@ from minillm.bench.recording import Recorder, RequestRecord, RunResult
 from minillm.bench.virtual import CostRunner, NoOutputs, StepCosts, VirtualClock
 from minillm.bench.workloads import Workload, WorkloadRequest, fixed
 from minillm.core.config import SchedulerConfig
-from minillm.core.errors import ConfigError
+from minillm.core.errors import ConfigError, MiniLLMError
 from minillm.core.request import Request
 from minillm.core.sampling_params import SamplingParams
 from minillm.core.stats import Counters
@@ -39,6 +39,10 @@ LONGEST_NAP = 0.05
 
 Progress = Callable[[int, int], None]
 """Told (requests ended, requests in all) whenever one ends."""
+
+
+class FailedRunError(MiniLLMError):
+    """Requests of a run did not end with their tokens: the run has no figures."""
 
 
 @dataclass(slots=True)
@@ -102,7 +106,7 @@ def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None
         tokenizer = random_tokenizer(loaded.config.vocab_size)
     recorder = Recorder()
     parts = build_engine(config, observer=recorder, progress=progress, model=loaded, tokenizer=tokenizer)
-    recorder.scheduler = parts.engine.scheduler
+    recorder.scheduler, recorder.engine = parts.engine.scheduler, parts.engine
     runner = parts.engine.runner
     assert isinstance(runner, PyTorchModelRunner)
     clock = parts.engine.clock
@@ -147,6 +151,7 @@ def virtual_target(
         check_invariants=check_invariants,
         clock=clock,
     )
+    recorder.engine = engine
     return Target(
         engine=engine,
         recorder=recorder,
@@ -176,6 +181,8 @@ def drive(
     so many are live at a time, arrival times are ignored, and a request is due when a place is free. The prefix cache
     starts empty unless `keep_cache`. With the workload in place, nothing is made in the timed part but the prompts of
     later turns (and, in virtual time, all prompts: time stands still for them).
+
+    Raises :class:`FailedRunError` if a request ended in any way but with its tokens: such a run has no figures.
     """
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"concurrency={concurrency} must be at least 1, or None for an open loop")
@@ -242,6 +249,7 @@ class _Drive:
         seconds = self.engine.clock() - self.start
         while self.engine.has_work:  # with overlap, what was computed beyond the last tokens
             self._take_text(self.engine.step())
+        self._refuse_failures()
         after = self.scheduler.counters
         counters = Counters(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(Counters)})
         return RunResult(
@@ -254,6 +262,15 @@ class _Drive:
             self.outputs,
             self.characters,
         )
+
+    def _refuse_failures(self) -> None:
+        failed = [record for record in self.records if record.finish_reason not in ("length", "stop")]
+        if failed:
+            reasons = ", ".join(sorted({record.finish_reason for record in failed}))
+            raise FailedRunError(
+                f"workload {self.workload.name}: {len(failed)} of {len(self.records)} requests did not end with their "
+                f"tokens ({reasons}); the run has no figures"
+            )
 
     def _take_text(self, updates: list[RequestUpdate]) -> None:
         for update in updates:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from minillm.bench import drawing
 from minillm.bench.common import Verdict
 from minillm.bench.history import Figure
-from minillm.bench.program import Cells, Program, Rows, provenance
+from minillm.bench.program import Cells, Program, Rows, provenance, source
 from minillm.bench.sla import AGED, CLASSES
 
 if TYPE_CHECKING:
@@ -173,11 +173,6 @@ def draw_model(rows: Rows, path: Path) -> None:
     drawing.save(figure, path, provenance(rows, f"load {rows[0]['load']}"))
 
 
-def _source(rows: Rows) -> str:
-    """The workload, without the scaling that gave it its load."""
-    return rows[0]["workload"].partition(", times x")[0]
-
-
 PROGRAM = Program(
     name="sla",
     title="Priority classes under load",
@@ -186,10 +181,10 @@ PROGRAM = Program(
     "and step loop in virtual time, steps charged after an 8B model on one H200. Up to load 1 a full engine is sure "
     "to keep up in the long run. Under fcfs and under priority with ageing no request waits longer than a bound that "
     "is computed before the run (dashed); plain priority and fair have none.",
-    tables=lambda rows: {f"Priority classes ({provenance(rows, _source(rows))})": table_cells(rows)},
+    tables=lambda rows: {f"Priority classes ({provenance(rows, source(rows))})": table_cells(rows)},
     plots={"": draw},
     figures=figures,
-    settings=_source,
+    settings=source,
     verdicts=verdicts,
 )
 
@@ -198,10 +193,10 @@ MODEL_PROGRAM = Program(
     title="Priority classes on a real model",
     about="A short piece of the same on the built-in model, lengths divided, at a share of the rate at which it serves "
     "the same requests when all are there at once. The policies take turns in rounds; percentiles are over all rounds.",
-    tables=lambda rows: {f"Priority classes ({provenance(rows, _source(rows))})": table_cells(rows)},
+    tables=lambda rows: {f"Priority classes ({provenance(rows, source(rows))})": table_cells(rows)},
     plots={"": draw_model},
     figures=lambda rows: [
         Figure(f"{row['class']} TTFT p99, {row['policy']}", float(row["ttft_p99_s"]), "s", "lower") for row in rows
     ],
-    settings=lambda rows: f"load {rows[0]['load']}; {_source(rows)}",
+    settings=lambda rows: f"load {rows[0]['load']}; {source(rows)}",
 )

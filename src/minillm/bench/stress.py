@@ -3,7 +3,8 @@
 Large (64 + 80 tokens) and small (8 + 10) requests share a pool that holds any of them, but not all at once; at most
 six are active, and the swap pool takes two. A *round* runs every setting once, on one random order of the same
 requests, and starts with another setting each time, so that a machine that changes its speed does so for all. Rounds
-are saved as they end, and a later call goes on where an earlier one stopped.
+are saved as they end, and a later call goes on where an earlier one stopped. A *probe*, always the same small run on
+the same engine, is timed before and after every run: it says how fast the machine was just then.
 
 Settings differ in four things: in which order requests are admitted, whom memory pressure preempts, whether the victim
 is swapped out or recomputed, and how many may be active. `victims` compares the victim policies, both ways of
@@ -23,9 +24,11 @@ from typing import Any
 
 from minillm.bench import common
 from minillm.bench.attribution import coalitions
+from minillm.bench.models import open_model
+from minillm.bench.random_tokenizer import random_tokenizer
 from minillm.bench.recording import RunResult
 from minillm.bench.runs import Target, drive, open_target, warm_up
-from minillm.bench.workloads import Segment, Workload, WorkloadRequest
+from minillm.bench.workloads import Segment, Workload, WorkloadRequest, fixed
 from minillm.core.block_manager import blocks_for
 from minillm.core.errors import ConfigError
 from minillm.core.policies import VICTIM_POLICIES, get_queue_policy, get_victim_policy
@@ -42,6 +45,8 @@ BATCHED_TOKENS = 512
 FACTORS = ("admission", "victim", "preemption", "cap")
 DESIGNS = ("victims", "factorial", "all")
 CURVE_POINTS = 60
+PROBE = fixed(2, 16, 12, seed=2)
+"""What is timed between two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,7 @@ def step_counts(result: RunResult) -> dict[str, int]:
         "steps": len(log),
         "prefill_steps": sum(map(bool, log.prefill_tokens)),
         "decode_rows": sum(log.decode_rows),
+        "context_tokens": sum(log.context_tokens),
         "prefill_tokens": sum(log.prefill_tokens),
         "swaps": sum(map(bool, log.swapped_out)) + sum(map(bool, log.swapped_in)),
         "swapped_blocks": sum(log.swapped_out) + sum(log.swapped_in),
@@ -200,19 +206,13 @@ def _median_ttft(result: RunResult, label: str) -> float:
     return round(statistics.median(times), 6) if times else float("nan")
 
 
-def open_targets(options: Options, progress: Callable[[str], None]) -> dict[Setting, Target]:
+def open_targets(options: Options) -> dict[Setting, Target]:
     """One engine for each setting, all on the same weights, warmed up."""
-    from minillm.bench.models import RANDOM_MODELS, random_model
-    from minillm.bench.random_tokenizer import random_tokenizer
-    from minillm.models.loader import load_model
     from minillm.models.tokenizer import load_tokenizer
 
-    if options.model in RANDOM_MODELS:
-        model = random_model(options.model.partition(":")[2], dtype=options.dtype, device=options.device)
-        tokenizer = random_tokenizer(model.config.vocab_size)
-    else:
-        model = load_model(options.model, options.dtype, options.device, progress)
-        tokenizer = load_tokenizer(model.path)
+    model = open_model(options.model, options.dtype, options.device)
+    random_weights = model.kind == "random"
+    tokenizer = random_tokenizer(model.config.vocab_size) if random_weights else load_tokenizer(model.path)
     targets = {}
     for setting in settings(options):
         changes = engine_options(setting, options.num_blocks)
@@ -234,11 +234,11 @@ def measure(
     if first >= options.repeats:
         return
     begin = time.perf_counter()
-    targets = open_targets(options, progress)
+    targets = open_targets(options)
     try:
         order = list(targets)
         target = targets[order[0]]
-        where = common.environment(f"{target.device} {_device_name(target.device)}".strip())
+        where = common.environment(target.device_name)
         where |= {"model": target.name, "dtype": target.dtype, "seed": str(options.seed)}
         where |= {"clock": "CPU time" if options.cpu_time else "wall"}
         for name in ("model", "dtype", "clock", "device", "cores", "torch") if done else ():
@@ -251,10 +251,12 @@ def measure(
             progress(f"round {round_number + 1} of {options.repeats}, {len(order)} settings")
             load = workload(options.large, options.small, options.seed + round_number)
             shift = round_number % len(order)
-            rows = {
-                setting: {**where, **run_row(setting, round_number, options, drive(targets[setting], load))}
-                for setting in order[shift:] + order[:shift]
-            }
+            rows, before = {}, drive(target, PROBE).seconds
+            for position, setting in enumerate(order[shift:] + order[:shift]):
+                row = run_row(setting, round_number, options, drive(targets[setting], load))
+                after = drive(target, PROBE).seconds
+                rows[setting] = {**where, **row, "position": position, "probe_seconds": round((before + after) / 2, 6)}
+                before = after
             yield [rows[setting] for setting in order]
     finally:
         for target in targets.values():
@@ -272,16 +274,6 @@ def _rounds_done(options: Options, done: Sequence[Mapping[str, Any]]) -> int:
         if str(done[0][column]) != str(getattr(options, column)):
             raise ConfigError(f"the saved rounds have {column}={done[0][column]}, not {getattr(options, column)}")
     return 1 + max(int(row["round"]) for row in done)
-
-
-def _device_name(device: str) -> str:
-    from minillm.doctor import cpu_name
-
-    if device == "cpu":
-        return cpu_name()
-    import torch
-
-    return torch.cuda.get_device_name(device)
 
 
 def read(path: Path) -> list[dict[str, str]]:

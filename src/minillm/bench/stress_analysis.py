@@ -1,6 +1,11 @@
 """What the rounds of `minillm bench stress` say: comparisons with intervals, attribution, where the time went.
 
 All functions take the rows of the CSV file (:func:`minillm.bench.stress.read`), so a saved study can be read again.
+
+**The machine's speed.** On a machine that others use, a run may take a third longer than the same run a minute before.
+Each run has a probe, the mean time of one small fixed run before and after it, and :func:`steadied` puts all runs at
+the median speed: times are divided by the run's probe over the median probe. The probe knows nothing of the run's own
+time, so a prediction from other runs' times and this run's probe is a prediction.
 """
 
 from __future__ import annotations
@@ -33,6 +38,30 @@ from minillm.core.plan import StepPlan
 Rows = Sequence[Mapping[str, str]]
 TOLERANCE = 0.1
 SWEEP_ORDERS = 12
+
+
+_TIMES = ("seconds", "ttft_small_p50", "ttft_large_p50")
+_RATES = ("output_tok_per_s",)
+
+
+def steadied(rows: Rows) -> list[dict[str, str]]:
+    """The rows with times and rates at the median speed of the machine; as they are if there was no probe.
+
+    What was timed stays in `timed_seconds` and `timed_tok_per_s`.
+    """
+    if not rows or not rows[0].get("probe_seconds"):
+        probes = [1.0] * len(rows)
+    else:
+        probes = column(rows, "probe_seconds")
+    usual = statistics.median(probes) if probes else 1.0
+    made = []
+    for row, probe in zip(rows, probes, strict=True):
+        slowness = probe / usual
+        times = {name: repr(float(row[name]) / slowness) for name in _TIMES if name in row}
+        rates = {name: repr(float(row[name]) * slowness) for name in _RATES}
+        kept = {"timed_seconds": row["seconds"], "timed_tok_per_s": row["output_tok_per_s"]}
+        made.append({**row, **times, **rates, **kept, "probe_seconds": repr(usual)})
+    return made
 
 
 def by_setting(rows: Rows) -> dict[Setting, list[Mapping[str, str]]]:
@@ -146,7 +175,8 @@ class CostFit:
     worst_setting: float
     """Greatest relative error of a setting's median time."""
     median_error: float
-    """Of the runs."""
+    """Of the runs; likewise `worst_run`."""
+    worst_run: float
 
 
 def fit_cost(rows: Rows) -> CostFit:
@@ -167,6 +197,7 @@ def fit_cost(rows: Rows) -> CostFit:
         settings_within=sum(error <= TOLERANCE for error in of_settings) / len(of_settings),
         worst_setting=max(of_settings),
         median_error=statistics.median(errors),
+        worst_run=max(errors),
     )
 
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from minillm.bench import common
 from minillm.bench.attention_batch import WrongResultError, dtype_name
 from minillm.bench.common import Verdict
-from minillm.bench.timing import device_name, event_pair
+from minillm.bench.timing import device_name
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache
-from minillm.memory.swap_space import SwapCopy, SwapSpace
+from minillm.memory.swap_space import SwapCopy, SwapSpace, timing_events
 
 Progress = Callable[[str], None]
 
@@ -182,7 +182,7 @@ def _overlap(swap: Callable[[], SwapCopy], options: Options, *, compute_first: b
 def _matmul_seconds(a: Tensor, b: Tensor, out: Tensor, products: int) -> float:
     """Seconds of one product, mean of `products` in a row, by events."""
     torch.mm(a, b, out=out)
-    start, end = event_pair()
+    start, end = timing_events()
     start.record()
     for _ in range(products):
         torch.mm(a, b, out=out)

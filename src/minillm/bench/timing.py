@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minillm.memory.swap_space import timing_events
+
 Call = Callable[[], object]
 
 FLUSH_BYTES = 2 << 30
@@ -145,7 +147,7 @@ class PathTimer:
         return samples
 
     def _events(self, call: Call, iterations: int, flush: Tensor, prepare: Call | None) -> list[float]:
-        pairs = [event_pair() for _ in range(iterations)]
+        pairs = [timing_events() for _ in range(iterations)]
         for start, end in pairs:
             flush.zero_()
             if prepare is not None:
@@ -155,11 +157,6 @@ class PathTimer:
             end.record()
         synchronize(self.device)
         return [start.elapsed_time(end) for start, end in pairs]
-
-
-def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two timing events."""
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 class StepGraph:
@@ -215,7 +212,7 @@ def time_graphs(graphs: Mapping[str, StepGraph], rounds: int) -> dict[str, Repla
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            start, end = event_pair()
+            start, end = timing_events()
             start.record()
             graphs[name].replay()
             end.record()
@@ -280,7 +277,7 @@ def _matmul_tflops(device: torch.device, repeats: int) -> float:
 def _median_ms(call: Call, repeats: int) -> float:
     for _ in range(3):
         call()
-    pairs = [event_pair() for _ in range(repeats)]
+    pairs = [timing_events() for _ in range(repeats)]
     for start, end in pairs:
         start.record()
         call()

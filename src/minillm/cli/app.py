@@ -97,6 +97,7 @@ def _logging_to_stderr() -> Iterator[None]:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; the exit code. Errors are one line on stderr, with a traceback only under --debug."""
     console.debug = False
+    console.arguments = tuple(arguments)
     with _logging_to_stderr():
         return _run(arguments)
 

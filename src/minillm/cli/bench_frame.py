@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minillm.cli import console
-from minillm.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,8 @@ FromCSV = Annotated[
     Path | None,
     typer.Option(help="Print the tables and draw the plots of this CSV file; measure nothing.", show_default=False),
 ]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DType = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 Seed = Annotated[int, typer.Option(help="Of the inputs.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats, after a warm-up; figures are medians.")]
 Model = Annotated[
@@ -43,42 +44,40 @@ def publish(
     from minillm.bench import common, drawing
 
     if rows is not None:
-        common.write_csv(output, rows)
+        common.write_csv(output, with_command(rows))
         console.info(f"written: {output}")
     path = from_csv or output
-    saved = common.read_csv(path)
-    if not saved:
-        raise ConfigError(f"{path} has no rows")
+    shown = program.show(path)
     answer = console.answer_console()
-    try:
-        tables = program.tables(saved)
-    except KeyError as error:
-        raise ConfigError(f"{path} is not a result of `bench {program.name}`: it has no column {error}") from error
-    for title, cells in tables.items():
+    for title, cells in shown.tables.items():
         answer.print(common.make_table(title, *cells))
-    for verdict in program.verdicts(saved):
+    for verdict in shown.verdicts:
         print(f"{'met' if verdict.met else 'NOT MET'}: {verdict.requirement}: {verdict.found}")
     if drawing.has_matplotlib():
-        for picture in program.draw(saved, path):
+        for picture in program.draw(shown.rows, path):
             console.info(f"drawn: {picture}")
     else:
         console.info("no plot: pip install 'minillm-runtime[benchmark]' for matplotlib")
     if rows is not None:
         history = output.parent / "history.csv"
-        program.remember(saved, history)
+        program.remember(shown.rows, history)
         console.info(f"remembered: {history}")
 
 
+def with_command(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the command line that is running, in those that were measured by it and not read from a file."""
+    return [{**row, "command": row.get("command") or command_line()} for row in rows]
+
+
+def command_line() -> str:
+    """The command that is running, as it was given; that of the program where `all` or a script began it."""
+    return shlex.join(["minillm", *console.arguments])
+
+
 def device_of(name: str) -> torch.device:
-    """The device of a benchmark; ConfigError for one that is not there."""
+    """The device of a benchmark; ConfigError for one that is not there or cannot be used."""
     import torch
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cuda", "cpu"):
-        raise ConfigError(f"device={name!r} must be auto, cuda or cpu")
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device=cuda: torch sees no CUDA device here (see `minillm doctor`)")
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    from minillm.engine.devices import resolve_device
+
+    return torch.device(resolve_device(name))

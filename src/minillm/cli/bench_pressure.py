@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from minillm.cli import console
-from minillm.cli.bench_frame import RESULTS, Device, FromCSV, Model, Repeats, Seed, bench_app, device_of, publish
+from minillm.cli.bench_frame import (
+    RESULTS,
+    Device,
+    DType,
+    FromCSV,
+    Model,
+    Repeats,
+    Seed,
+    bench_app,
+    device_of,
+    publish,
+    with_command,
+)
 from minillm.cli.options import with_options
 from minillm.core.errors import ConfigError
 
@@ -16,7 +28,6 @@ _CpuTime = Annotated[
     bool,
     typer.Option("--cpu-time", help="Measure CPU time of this process: on a machine that others use, with one thread."),
 ]
-_Dtype = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 
 
 @bench_app.command("modes")
@@ -24,7 +35,7 @@ _Dtype = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 def modes(
     model: Model = "smollm2-135m",
     device: Device = "auto",
-    dtype: _Dtype = "auto",
+    dtype: DType = "auto",
     lengths: Annotated[
         list[str] | None,
         typer.Option(help="Of the outputs: uniform, lognormal, fixed; may be repeated.", show_default=False),
@@ -70,7 +81,7 @@ def modes(
 def stress(
     model: Model = "smollm2-135m",
     device: Device = "auto",
-    dtype: _Dtype = "auto",
+    dtype: DType = "auto",
     design: Annotated[
         str, typer.Option(help="victims (every policy), factorial (every combination of the factors), or all.")
     ] = "all",
@@ -123,16 +134,15 @@ def stress(
         )
         rows = list(bench.read(output)) if resume and output.is_file() else []
         for part in bench.measure(options, console.info, rows):
-            rows += part
+            rows += with_command(part)
             common.write_csv(output, rows)
         if not rows:
             raise ConfigError(f"time_limit={time_limit}: not one round was run")
     publish(stress_report.PROGRAM, output, rows, from_csv)
     path = from_csv or output
-    saved = common.read_csv(path)
-    command = f"minillm bench stress --model {saved[0]['model']} --repeats {len({row['round'] for row in saved})}"
     page = path.with_suffix(".md")
-    page.write_text(stress_report.markdown(saved, path.with_suffix(".png").name, command), encoding="utf-8")
+    picture = path.with_suffix(".png").name
+    page.write_text(stress_report.markdown(common.read_csv(path), picture), encoding="utf-8")
     console.info(f"written: {page}")
 
 

@@ -12,6 +12,7 @@ from minillm.cli import console
 from minillm.cli.bench_frame import (
     RESULTS,
     Device,
+    DType,
     FromCSV,
     Model,
     Quick,
@@ -28,8 +29,18 @@ _Results = Annotated[Path, typer.Option("--results", help="Folder with the CSV f
 _Batches = Annotated[
     list[int] | None, typer.Option("--batch", min=1, help="Requests together; may be repeated.", show_default=False)
 ]
+_ModelByDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="As for `minillm generate`, or random:NAME [CPU: smollm2-135m; GPU: random:qwen3-0.6b].",
+        show_default=False,
+    ),
+]
 
 DEFAULT_MODEL = "smollm2-135m"
+GPU_MODEL = "random:qwen3-0.6b"
 QUICK_FOLDER = "quick"
 
 
@@ -73,17 +84,9 @@ def static(
 @bench_app.command("offline")
 @with_options()
 def offline(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="As for `minillm generate`, or random:NAME [CPU: smollm2-135m; GPU: random:qwen3-0.6b].",
-            show_default=False,
-        ),
-    ] = None,
+    model: _ModelByDevice = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    dtype: DType = "auto",
     requests: Annotated[int | None, typer.Option(min=1, help="[GPU: 256; CPU: 32]", show_default=False)] = None,
     max_prompt: Annotated[
         int | None, typer.Option(min=1, help="Cut prompts to so many tokens [CPU: 256].", show_default=False)
@@ -106,7 +109,7 @@ def offline(
         where = device_of(device).type
         small = where == "cpu"
         options = bench.Options(
-            model=model or (DEFAULT_MODEL if small else "random:qwen3-0.6b"),
+            model=model or (DEFAULT_MODEL if small else GPU_MODEL),
             device=where,
             dtype=dtype,
             requests=requests or (32 if small else 256),
@@ -124,17 +127,9 @@ def offline(
 @bench_app.command("latency")
 @with_options()
 def latency(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="As for `minillm generate`, or random:NAME [CPU: smollm2-135m; GPU: random:qwen3-0.6b].",
-            show_default=False,
-        ),
-    ] = None,
+    model: _ModelByDevice = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    dtype: DType = "auto",
     batch: _Batches = None,
     prompt: Annotated[
         list[int] | None,
@@ -157,7 +152,7 @@ def latency(
         where = device_of(device).type
         small = where == "cpu"
         options = bench.Options(
-            model=model or (DEFAULT_MODEL if small else "random:qwen3-0.6b"),
+            model=model or (DEFAULT_MODEL if small else GPU_MODEL),
             device=where,
             dtype=dtype,
             batches=batch or ((1, 2, 4, 8, 16) if small else (1, 8, 32, 64, 128, 256)),
@@ -260,14 +255,14 @@ def pressure(
     ] = None,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
-    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 48; CPU: 16]", show_default=False)] = None,
+    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 40; CPU: 16]", show_default=False)] = None,
     prompt: Annotated[
         tuple[int, int] | None,
-        typer.Option(help="Prompt tokens, from and to [GPU: 2048 6144; CPU: 32 96].", show_default=False),
+        typer.Option(help="Prompt tokens, from and to [GPU: 4096 12288; CPU: 32 96].", show_default=False),
     ] = None,
     output_tokens: Annotated[
         tuple[int, int] | None,
-        typer.Option(help="Output tokens, from and to [GPU: 256 768; CPU: 32 64].", show_default=False),
+        typer.Option(help="Output tokens, from and to [GPU: 256 1024; CPU: 32 64].", show_default=False),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Of each way; figures are medians.")] = 3,
     seed: Seed = 0,
@@ -285,9 +280,9 @@ def pressure(
             model=model or ("random:tiny" if small else "random:qwen3-0.6b"),
             device=where,
             dtype=dtype,
-            requests=requests or (16 if small else 48),
-            prompt=prompt or ((32, 96) if small else (2048, 6144)),
-            output=output_tokens or ((32, 64) if small else (256, 768)),
+            requests=requests or (16 if small else 40),
+            prompt=prompt or ((32, 96) if small else (4096, 12_288)),
+            output=output_tokens or ((32, 64) if small else (256, 1024)),
             runs=runs,
             seed=seed,
         )
@@ -374,6 +369,7 @@ QUICK: dict[str, list[str]] = {
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
 GPU_ONLY: dict[str, list[str]] = {
     "gpu-table": ["gpu-table"],
+    "fused": ["fused"],
     **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
     "sampling": ["sampling"],
 }
@@ -427,8 +423,9 @@ def _run_program(name: str, results: Path, quick: bool) -> bool:
     arguments = [*GPU_ONLY.get(name, [name]), *(QUICK.get(name, ["--quick"]) if quick else [])]
     start = time.perf_counter()
     console.info(f"-- {name}")
+    console.arguments = ("bench", *arguments, "--output", str(results / get_program(name).csv))
     try:
-        app(["bench", *arguments, "--output", str(results / get_program(name).csv)], standalone_mode=False)
+        app(list(console.arguments), standalone_mode=False)
     except MiniLLMError as error:
         console.print_error(f"{name}: {error}")
         return False

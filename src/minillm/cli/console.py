@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,9 @@ INTERRUPTED = 130
 
 debug = False
 """Whether --debug was given."""
+
+arguments: Sequence[str] = ()
+"""Of the command that is running."""
 
 _PIPE_WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""

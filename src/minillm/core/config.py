@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from minillm.core.errors import ConfigError
 
+GIB = 1 << 30
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 

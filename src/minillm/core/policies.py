@@ -54,11 +54,20 @@ VICTIM_POLICIES: dict[str, VictimPolicy] = {}
 P = TypeVar("P", bound=Callable)
 
 
-def register_queue_policy(name: str) -> Callable[[P], P]:
-    """Decorator: make a queue policy known under `name`."""
+_PER_USER: set[QueuePolicy] = set()
+
+
+def register_queue_policy(name: str, *, per_user: bool = False) -> Callable[[P], P]:
+    """Decorator: make a queue policy known under `name`.
+
+    `per_user` promises that the order of one user's requests among themselves does not depend on `served_tokens`: then
+    serving a user costs the queue one key, however many requests the user has waiting.
+    """
 
     def register(policy: P) -> P:
         QUEUE_POLICIES[name] = policy
+        if per_user:
+            _PER_USER.add(policy)
         return policy
 
     return register
@@ -79,6 +88,11 @@ def get_queue_policy(name: str) -> QueuePolicy:
     if name not in QUEUE_POLICIES:
         raise UnknownPolicyError("scheduling_policy", name, sorted(QUEUE_POLICIES))
     return QUEUE_POLICIES[name]
+
+
+def is_per_user(policy: QueuePolicy) -> bool:
+    """Whether the policy was registered as one."""
+    return policy in _PER_USER
 
 
 def get_victim_policy(name: str) -> VictimPolicy:
@@ -115,7 +129,7 @@ def shortest_prompt(request: Request, context: QueueContext) -> Key:
     return (request.priority, request.prompt_len)
 
 
-@register_queue_policy("fair")
+@register_queue_policy("fair", per_user=True)
 def fair(request: Request, context: QueueContext) -> Key:
     """Inside a priority the user with the fewest tokens served per weight first.
 

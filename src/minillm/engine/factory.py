@@ -6,11 +6,12 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.core.config import GIB
 from minillm.core.errors import ConfigError, InvalidParameterError, MiniLLMError, ModelLoadError, shorten
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.config import EngineConfig
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minillm.engine")
 
-GIB = 1 << 30
 DEFAULT_SWAP_GIB = 4.0
 
 _SAMPLING_DEFAULTS = {
@@ -101,18 +101,20 @@ def build_engine(
     from minillm.models.loader import load_model
     from minillm.runner.device import is_device_failure
 
-    device = resolve_device(config.device) if model is None else _device_of(model, config)
     with ThreadPoolExecutor(1, "minillm-tokenizer") as pool:
-        if tokenizer is not None:
-            reading = None
-        elif config.tokenizer is not None:
-            reading = pool.submit(_read_tokenizer, resolve_model(config.tokenizer, progress, "tokenizer").path)
-        else:
-            path = model.path if model is not None else resolve_model(config.model, progress).path
+        reading: Future[Tokenizer] | None = None
+        if tokenizer is None:
+            if config.tokenizer is not None:
+                path = resolve_model(config.tokenizer, progress, "tokenizer").path
+            else:
+                path = model.path if model is not None else resolve_model(config.model, progress).path
             reading = pool.submit(_read_tokenizer, path)
+        device = resolve_device(config.device) if model is None else _device_of(model, config)
         if model is None:
             model = load_model(config.model, config.dtype, device, progress)
-        tokenizer = tokenizer if reading is None else reading.result()
+        if reading is not None:
+            tokenizer = reading.result()
+    assert tokenizer is not None
     # Ids that the logits do not have cannot be sampled, nor masked.
     named_eos = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
     eos_ids = {token_id for token_id in named_eos if 0 <= token_id < model.config.vocab_size}
@@ -234,6 +236,7 @@ def _make_gpu_runner(
     runner = make(num_blocks, longest, limits.num_swap_blocks)
     if config.num_gpu_blocks_override is not None:
         try_out(runner, longest)
+    runner.warm_up()
     return replace(limits, num_blocks=num_blocks), runner
 
 

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from minillm.core.config import GIB
 from minillm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minillm.engine")
 
-GIB = 1 << 30
 MAX_POOL_BLOCKS = 1 << 20
 """A pool for more tokens than anybody's requests have; the block manager's lists stay within tens of MB."""
 

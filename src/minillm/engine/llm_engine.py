@@ -16,7 +16,9 @@ meanwhile) a plan's text is made as soon as it is committed.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minillm.engine")
 
 T = TypeVar("T")
+
+
+def _device_failed(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # a runner without a device
+        return False
+    from minillm.runner.device import is_device_failure
+
+    return is_device_failure(error)
 
 
 class LLMEngine:
@@ -76,6 +86,7 @@ class LLMEngine:
         self._failure: EngineDeadError | None = None
         self._issued = False
         self._closed = False
+        self._device_lost = False
 
     @property
     def has_work(self) -> bool:
@@ -292,14 +303,25 @@ class LLMEngine:
         return live
 
     def close(self) -> None:
-        """Free the runner's memory and threads; idempotent. Live requests must have been cancelled before."""
+        """Free the runner's memory and threads; idempotent. Live requests must have been cancelled before.
+
+        After a failure of the device its memory is left to the end of the process.
+        """
         if self._closed:
             return
         self._closed = True
         self._drop_in_flight()
         if self._failure is None:
             self._failure = EngineDeadError("the engine is closed")
-        self.runner.close()
+        if not self._device_lost:
+            self.runner.close()
+
+    def _keep_forever(self, error: Exception) -> None:
+        """Never free what the failed device works on: freeing page-locked memory asks the device whether copies out of
+        it are done, and where that fails torch ends the whole process."""
+        self._device_lost = True
+        held = (self.runner, tuple(self._in_flight), error)  # the error's traceback has frames with tensors
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
     def _drop_in_flight(self) -> None:
         """Wait for the device before memory goes; what the plans in flight bring no longer matters."""
@@ -318,6 +340,8 @@ class LLMEngine:
         logger.error("the engine failed at step %d", self.num_steps, exc_info=error)
         self._failure = EngineDeadError(f"the engine failed at step {self.num_steps}: {error!r}")
         self._failure.__cause__ = error
+        if _device_failed(error):
+            self._keep_forever(error)
         self._drop_in_flight()
         self.grammars.clear()
         try:

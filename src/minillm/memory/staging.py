@@ -30,6 +30,10 @@ NUM_SLABS = 4
 
 _ALIGNMENT = 16
 
+_TORCH_DTYPES = {
+    np.dtype(name): getattr(torch, name) for name in ("bool", "uint8", "int32", "int64", "float32", "float64")
+}
+
 Event = Any
 """What `torch.cuda.Event` offers: record(), synchronize()."""
 
@@ -93,6 +97,7 @@ class StagingRing:
         """`allocate` gives uint8 memory and `make_event` an event of the stream that the copies run on."""
         if num_slabs < 2:
             raise ValueError(f"num_slabs={num_slabs} must be at least 2")
+        self.slab_bytes = slab_bytes
         self._allocate = allocate
         self._make_event = make_event
         self._slabs = [allocate(slab_bytes) for _ in range(num_slabs)]
@@ -137,39 +142,60 @@ class PinnedUpload:
     def __call__(self, array: np.ndarray) -> Tensor:
         """A tensor of its own."""
         source = torch.from_numpy(np.ascontiguousarray(array))
-        staged = self._ring.take(array.nbytes).view(source.dtype).view(source.shape)
-        return staged.copy_(source).to(self._device, non_blocking=True, copy=True)
+        target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        staged = self._ring.take(array.nbytes)
+        staged.view(source.dtype).view(source.shape).copy_(source)
+        self._send(target, staged)
+        return target
 
     def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Views of one buffer that keeps its place on the device; each call overwrites it, in stream order."""
-        sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        dense = [np.ascontiguousarray(array) for array in arrays]
         offsets, end = [], 0
-        for source in sources:
+        for array in dense:
             offsets.append(end)
-            end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         staged = self._ring.take(end)
         if len(self._target) < end:
             self._target = torch.empty(1 << max(16, end.bit_length()), dtype=torch.uint8, device=self._device)
-        views = []
-        for source, offset in zip(sources, offsets, strict=True):
-            place = slice(offset, offset + source.nbytes)
-            staged[place].view(source.dtype).view(source.shape).copy_(source)
-            views.append(self._target[place].view(source.dtype).view(source.shape))
-        self._target[:end].copy_(staged, non_blocking=True)
+        start, target, views = staged.data_ptr(), self._target, []
+        for array, offset in zip(dense, offsets, strict=True):
+            ctypes.memmove(start + offset, _address(array), array.nbytes)
+            view = target[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype])
+            views.append(view if array.ndim == 1 else view.view(array.shape))
+        self._send(target, staged)
         return views
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
         """The target keeps its place; in stream order. On a GPU no tensor is made but the staging slice."""
-        from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
-
         staged = self._ring.take(array.nbytes)
         ctypes.memmove(staged.data_ptr(), _address(array), array.nbytes)
-        if target.is_cuda:
-            memcpy_async(target.data_ptr(), staged.data_ptr(), array.nbytes, current_raw_stream(target.get_device()))
-        else:
-            target[: len(array)].copy_(staged.view(target.dtype))
+        self._send(target, staged)
+
+    def _send(self, target: Tensor, staged: Tensor) -> None:
+        """Copy the staged bytes to the beginning of the target, which is dense."""
+        from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+        count = len(staged)
+        if not count:
+            return
+        if target.is_cuda and count <= self._ring.slab_bytes:
+            memcpy_async(target.data_ptr(), staged.data_ptr(), count, current_raw_stream(target.get_device()))
+        else:  # torch keeps memory of its own until its copies are done
+            target.view(-1).view(torch.uint8)[:count].copy_(staged, non_blocking=True)
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
-    """A page-locked host copy whose content is valid once an event recorded after this call has passed."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    """A page-locked host copy whose content is valid once an event recorded after this call has passed.
+
+    Whoever has it keeps it until then. torch is not told of the copy: it would record an event when the memory is
+    freed, and ends the process where the device has failed meanwhile.
+    """
+    from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if not host.numel():
+        return host
+    tensor = tensor.contiguous()
+    memcpy_async(host.data_ptr(), tensor.data_ptr(), host.nbytes, current_raw_stream(tensor.get_device()))
+    return host

@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from minillm.attention.cuda_launch import memcpy_async
+from minillm.core.config import GIB
 from minillm.core.errors import ConfigError
 from minillm.memory import cuda_kv_ops
 from minillm.memory.paged_kv_cache import KVCacheSpec, PagedKVCache, lazy_zeros
 from minillm.memory.pinned import PinnedMemory
 from minillm.memory.staging import PinnedUpload, StagingRing
-
-GIB = 1 << 30
 
 STAGING_FRACTION = 1 / 128
 """Share of the device's memory that one round of copies may be staged in: 1.1 GiB on an H200."""
@@ -120,7 +119,7 @@ class SwapSpace:
         compute = torch.cuda.current_stream(self.cache.device)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            start, end = _timing_events()
+            start, end = timing_events()
             pairs = self._pairs(blocks, places_first=False)
             start.record()
             for part in self._rounds(len(blocks)):
@@ -146,7 +145,7 @@ class SwapSpace:
         compute = torch.cuda.current_stream(self.cache.device)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            start, end = _timing_events()
+            start, end = timing_events()
             pairs = self._pairs(blocks, places_first=True)
             start.record()
             for part in self._rounds(len(blocks)):
@@ -213,7 +212,8 @@ class SwapSpace:
                 raise IndexError(f"{name} ids {list(ids)} are not all in [0, {limit})")
 
 
-def _timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events that take times, for the start and the end of something."""
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,10 +26,19 @@ from minillm.runner.cuda_batch_builder import CudaBatchBuilder
 from minillm.runner.cuda_graphs import StepGraphs, cuda_capture, padded_sizes
 from minillm.runner.device import StepDevice
 from minillm.runner.finite_rows import flag_not_finite
+from minillm.runner.sampler import Sampler
 from minillm.runner.short_prefill import ShortPrefill
 from minillm.runner.step_handle import StepHandle
 
 logger = logging.getLogger(__name__)
+
+
+def _report_columns(report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a step's report, uint8 [10 * capacity]: tokens int64, rows that could not be sampled, and rows that are
+    not finite, bool [capacity] both."""
+    capacity = len(report) // 10
+    tokens, failed, not_finite = report.split((8 * capacity, capacity, capacity))
+    return tokens.view(torch.int64), failed.view(torch.bool), not_finite.view(torch.bool)
 
 
 def fused_decoder(model: Any, attention: CudaAttention, ops: DecoderOps | None) -> CudaDecoder | None:
@@ -70,7 +80,9 @@ class CudaForward:
         self._decode_workspace = decoder.workspace(capacity)
         config = decoder.model.config
         self._logits = torch.empty((capacity, config.vocab_size), dtype=torch.float32, device=where)
-        self._not_finite = torch.empty(capacity, dtype=torch.bool, device=where)
+        # What the host wants to know of a step, for one copy: tokens, then flags.
+        self._report = torch.zeros(10 * capacity, dtype=torch.uint8, device=where)
+        self._tokens, self._failed, self._not_finite = _report_columns(self._report)
         self._every_row = torch.arange(capacity, device=where)
 
     def run(self, batch: StepBatch) -> Tensor:
@@ -99,7 +111,14 @@ class CudaForward:
         """Send what a decode step needs; its batch is on the device once :meth:`decode` has made it."""
         columns, buffers = plan.decodes, self.buffers
         count, rows = len(columns), columns.rows
-        message = pack_step(rows, columns.token_ids, columns.positions, self._updates(rows), buffers.capacity)
+        message = pack_step(
+            rows,
+            columns.token_ids,
+            columns.positions,
+            columns.output_indices,
+            self._updates(rows),
+            buffers.capacity,
+        )
         self._device.upload.into(buffers.step, message)
         return StepBatch(
             input_ids=buffers.input_ids[:count],
@@ -120,7 +139,45 @@ class CudaForward:
         self.graphs.run(self.graphs.size_for(count), self._decode_rows)
         handle.hidden = self._decode_workspace.hidden[:count]
         handle.logits = self._logits[:count]
-        handle.not_finite = self._device.to_host(self._not_finite[:count])
+        handle.not_finite = self._not_finite[:count]  # to travel to the host with the tokens
+
+    def sample(self, handle: StepHandle, sampler: Sampler) -> bool:
+        """Sample a decode step whose rows ask for nothing but a draw, with what is on the device already.
+
+        False, with nothing done, where there is more to it: edits of the logits, scores, no kernels for it.
+        """
+        batch, buffers, kernels = handle.batch, self.buffers, sampler.kernels
+        assert handle.logits is not None
+        if kernels is None or sampler.state.slot_params is None:
+            return False
+        rows = np.array(batch.sampling_rows, dtype=np.int64)
+        if not sampler.state.assigned[rows].all():
+            return False
+        kinds = sampler.kinds(rows)
+        if len(kinds.scored) or kinds.may_edit(np.array(batch.output_indices, dtype=np.int64)):
+            return False
+        count = batch.num_tokens
+        tokens = self._tokens[:count]
+        kernels.sample(
+            handle.logits,
+            buffers.sent_rows[:count],
+            buffers.output_indices[:count],
+            sampler.state.slot_params.on_device(),
+            tokens,
+            self._failed[:count],
+            random=kinds.random,
+            filtered=kinds.filtered,
+        )
+        self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
+        columns = _report_columns(self._device.to_host(self._report))
+        handle.tokens, handle.unsampled, handle.not_finite = (column[:count] for column in columns)
+        return True
+
+    def warm_up(self) -> None:
+        """Capture decode steps of all sizes ahead of their use. Writes slot 0, and row 0's part of the block tables."""
+        message = pack_step([0], [0], [0], [0], [0, 0, 0], self.buffers.capacity)
+        self._device.upload.into(self.buffers.step, message)
+        self.graphs.warm_up(self._decode_rows)
 
     def close(self) -> None:
         """Drop the graphs."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from minillm.attention.cuda_launch import current_device, current_raw_stream
 from minillm.core.errors import KernelBuildError, KernelLaunchError
 from minillm.memory.staging import HostUpload, PinnedUpload, Upload, to_pinned
 
@@ -82,9 +83,12 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.upload: Upload = PinnedUpload(device)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._stream = torch.cuda.current_stream(device)
+        self._is_active = contextlib.nullcontext()
 
     def active(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device)
+        return self._is_active if current_device() == self._index else torch.cuda.device(self.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return to_pinned(tensor)
@@ -92,7 +96,9 @@ class CudaDevice:
     def mark(self) -> Mark:
         # Waiting gives the core away: with a step in flight behind this one, waking up late costs nothing.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record()
+        if current_raw_stream(self._index) != self._stream.cuda_stream:
+            self._stream = torch.cuda.current_stream(self.device)
+        event.record(self._stream)  # looking the stream up costs more than recording
         return event
 
     def wait(self, mark: Mark) -> None:

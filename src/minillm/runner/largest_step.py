@@ -62,17 +62,15 @@ def short_chunks_on_long_contexts(max_num_seqs: int, max_tokens: int, max_model_
 def run_largest_step(
     runner: PyTorchModelRunner, *, max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int
 ) -> None:
-    """Run the largest prefill and decode; block 0 is zeros again afterwards, and rows are unassigned.
+    """Run both steps; block 0 is zeros again afterwards, and rows are unassigned.
 
     Raises RuntimeError if a row failed with an exception (out of memory, say); numbers that are not finite are no
     matter here.
     """
     runner.reserve(short_chunks_on_long_contexts(max_num_seqs, max_tokens, max_model_len, block_size))
-    decode = largest_decode(max_num_seqs)
     for plan in (
         largest_prefill(max_num_seqs, max_tokens, max_model_len, block_size),
-        decode,
-        decode,  # the second time it is captured as a CUDA graph, if it can be
+        largest_decode(max_num_seqs),
     ):
         handle = runner.forward(plan)
         runner.sample(handle)

@@ -170,6 +170,14 @@ class PyTorchModelRunner:
         return 0 if self.cuda_forward is None else self.cuda_forward.graph_bytes
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Do ahead of the first request what would hold up later ones: CUDA graphs of decode steps."""
+        if self.cuda_forward is not None:
+            with self._device.active():
+                self.cuda_forward.warm_up()
+                self.cache.clear_slots(torch.zeros(1, dtype=torch.int64))
+
+    @torch.inference_mode()
     def reserve(self, plan: StepPlan) -> None:
         """Take the memory that attention plans for `plan`, without running it."""
         if self._asynchronous:
@@ -209,19 +217,11 @@ class PyTorchModelRunner:
         if not batch.sampling_rows:
             return
         with self._device.active():
-            start = self._device.mark()
-            if handle.hidden is None:  # the only row raised in the forward pass
-                tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64, device=self.cache.device)
-                unsampled = tokens == 0
-            else:
-                if masks is not None:
-                    masks = self._device.upload(masks)
-                logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
-                tokens, unsampled = self._sample_rows(handle, logits, masks)
-                handle.hidden = handle.logits = None
-            self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
-            self.sampler.state.append(batch.sampling_rows, tokens)
-            handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
+            start = handle.marks[-1] if masks is None else self._device.mark()
+            fused = self.cuda_forward if handle.logits is not None and masks is None else None
+            if fused is None or not fused.sample(handle, self.sampler):
+                self._sample(handle, masks)
+            handle.hidden = handle.logits = None
             handle.marks += [start, self._device.mark()]
 
     @torch.inference_mode()
@@ -460,6 +460,23 @@ class PyTorchModelRunner:
         return pieces
 
     # -- sampling ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, handle: StepHandle, masks: Any | None) -> None:
+        """Any mixture of rows; their tokens on their way to the host."""
+        batch = handle.batch
+        if handle.hidden is None:  # the only row raised in the forward pass
+            tokens = torch.zeros(len(batch.sampling_rows), dtype=torch.int64, device=self.cache.device)
+            unsampled = tokens == 0
+        else:
+            if masks is not None:
+                masks = self._device.upload(masks)
+            logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, batch)
+            tokens, unsampled = self._sample_rows(handle, logits, masks)
+        self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
+        self.sampler.state.append(batch.sampling_rows, tokens)
+        handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
+        if handle.logits is not None and handle.not_finite is not None:
+            handle.not_finite = self._device.to_host(handle.not_finite)
 
     def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
         """float32 [R, vocab_size] of the sampling rows; a token that several rows sample goes through the head once."""

@@ -1,9 +1,12 @@
 // From what the host sends for a decode step to what its kernels read: one small launch in front of the embedding.
 //
 // The host's message `step` (int32) is a header of 4 (number of rows, number of table updates, unused, unused), then
-// three columns of `stride` entries (row, input token or -1, position), then the updates as (row, index, block):
+// four columns of `stride` entries (row, input token or -1, position, output index), then the updates as (row, index,
+// block):
 //
-//     | rows, updates, -, - | row ... | token ... | position ... | row, index, block | ...
+//     | rows, updates, -, - | row ... | token ... | position ... | output index ... | row, index, block | ...
+//
+// The output indices are there for sampling; nothing here reads them.
 //
 // Thread block i prepares batch row i. Rows from the header's number on are padding: position 0, context length 0,
 // slot -1. A row's table updates are applied by the row's own block before it reads the table, so one launch does both;
@@ -11,7 +14,7 @@
 
 #include "common.cuh"
 
-constexpr int kHeader = 4;
+constexpr int kHeader = 4, kColumns = 4;
 
 __global__ void __launch_bounds__(128)
 prepare_decode(i64* __restrict__ input_ids, i64* __restrict__ positions, int* __restrict__ context_lens,
@@ -33,7 +36,7 @@ prepare_decode(i64* __restrict__ input_ids, i64* __restrict__ positions, int* __
     const int token = step[kHeader + stride + i];
     const int position = step[kHeader + 2 * stride + i];
     int* const table = tables + i64(row) * table_width;
-    const int* const updates = step + kHeader + 3 * stride;
+    const int* const updates = step + kHeader + kColumns * stride;
     const int num_updates = step[1];
     for (int k = threadIdx.x; k < num_updates; k += blockDim.x) {
         if (updates[3 * k] == row) table[updates[3 * k + 1]] = updates[3 * k + 2];
