@@ -124,6 +124,18 @@ def test_products_of_float32_or_many_rows_are_not_supported():
     assert not cuda_ops.supports_small_linear(1, 64, 60, torch.bfloat16, device)
 
 
+def test_many_passes_over_few_columns_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(cuda_ops, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda_ops, "shared_limit", lambda device: 232192)
+    cuda_ops.config_for.cache_clear()
+    device = torch.device("cpu")
+    given = {"dtype": torch.bfloat16, "device": device}
+    assert not cuda_ops.supports_small_linear(1, 49152, 576, **given)
+    assert cuda_ops.supports_small_linear(1, 49152, 1024, **given)
+    assert cuda_ops.supports_small_linear(8, 1536, 576, gated=True, norm=True, **given)
+    cuda_ops.config_for.cache_clear()
+
+
 def test_wrong_shapes_and_dtypes_are_named():
     ids, residual = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 64)
     with pytest.raises(ValueError, match=r"input_ids has dtype torch\.int32"):

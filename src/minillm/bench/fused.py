@@ -121,8 +121,9 @@ def _check_step(step: DecodeStep) -> None:
 
 def _time(found: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, ReplayTime]:
     graphs = {name: StepGraph(calls) for name, calls in found.items()}
-    with _without_overlap():
-        graphs[NO_OVERLAP] = StepGraph(found[OURS])
+    if OURS in found:
+        with _without_overlap():
+            graphs[NO_OVERLAP] = StepGraph(found[OURS])
     return time_graphs(graphs, rounds)
 
 

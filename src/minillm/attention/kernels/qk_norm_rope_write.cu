@@ -76,11 +76,11 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
     const i64 slot = slot_mapping[token];
     const T* const row = qkv + token * qkv_stride;
     const int per_round = kThreads / lanes * gridDim.y, first_head = threadIdx.x / lanes * gridDim.y + blockIdx.y;
-    Quad<T> low = {}, high = {};
+    Quad<T> next_low = {}, next_high = {};
     const auto load = [&](int head) {
         if (active && head < heads) {
-            low.load(row + i64(head) * head_dim + dim);
-            high.load(row + i64(head) * head_dim + half + dim);
+            next_low.load(row + i64(head) * head_dim + dim);
+            next_high.load(row + i64(head) * head_dim + half + dim);
         }
     };
     load(first_head);
@@ -98,7 +98,8 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
     for (int first = 0; first < heads; first += per_round) {
         const int head = first + first_head;
         const bool present = active && head < heads;
-        if (first > 0) load(head);
+        Quad<T> low = next_low, high = next_high;
+        load(head + per_round);  // in front of this round's stores, which the compiler must keep in their place
         if (q_weight != nullptr) {
             float sum = 0.0f;
 #pragma unroll
