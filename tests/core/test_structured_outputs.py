@@ -9,7 +9,7 @@ import pytest
 
 from minillm.core.errors import InvalidParameterError
 from minillm.core.sampling_params import SamplingParams
-from minillm.core.structured_outputs import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, StructuredOutputs
+from minillm.core.structured_outputs import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, StructuredOutputs, expanded_size
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -89,3 +89,34 @@ def test_sampling_parameters_take_a_mapping_and_refuse_unknown_fields() -> None:
         SamplingParams(structured_outputs={"schema": SCHEMA})
     with pytest.raises(InvalidParameterError, match="mapping"):
         SamplingParams(structured_outputs="json")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("ab", 2),
+        ("a{3}", 3),
+        ("a{2,}b", 3),
+        (r"\d{4}-\d{2}", 7),
+        ("(ab|c{2,5}){2}", 16),
+        ("[{3}]{2}", 2),
+        (r"\{3}", 3),
+        ("{5}", 0),
+        ("((", 0),
+        (")a)", 3),
+        ("(a{1000}){1000}{1000}", 10**9),
+        ("(" * 50 + "a" + "){999999999}" * 50, 10**18),
+    ],
+)
+def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
+    assert expanded_size(pattern) == size
+
+
+def test_repetitions_are_bounded() -> None:
+    StructuredOutputs(regex="a{100000}")
+    StructuredOutputs(json_object=True, whitespace_pattern="[ \\n]{0,1000}")
+    with pytest.raises(InvalidParameterError, match=r"regex.*100001 parts; at most 100000"):
+        StructuredOutputs(regex="a{100001}")
+    with pytest.raises(InvalidParameterError, match=r"whitespace_pattern.*1001 parts; at most 1000"):
+        StructuredOutputs(json_object=True, whitespace_pattern="[ \\n]{0,1001}")

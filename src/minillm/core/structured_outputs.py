@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ MAX_DEPTH = 64
 """Deepest nesting of a JSON schema."""
 MAX_CHOICES = 4096
 MAX_WHITESPACE_PATTERN = 256
+MAX_EXPANDED = 100_000
+"""Most parts of a regular expression once its counted repetitions are written out."""
+MAX_EXPANDED_WHITESPACE = 1_000
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -65,6 +69,8 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name), MAX_TEXT)
+        if self.regex is not None:
+            _check_expanded("regex", self.regex, MAX_EXPANDED)
         self._check_whitespace()
 
     def _check_whitespace(self) -> None:
@@ -75,6 +81,7 @@ class StructuredOutputs:
         if self.whitespace_pattern is None:
             return
         _check_text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_PATTERN)
+        _check_expanded("whitespace_pattern", self.whitespace_pattern, MAX_EXPANDED_WHITESPACE)
         if self.disable_any_whitespace:
             raise _refusal("whitespace_pattern", self.whitespace_pattern, "disable_any_whitespace is set")
 
@@ -109,6 +116,41 @@ def _check_text(name: str, value: object, limit: int) -> None:
         raise _refusal(name, f"{len(value)} characters", f"at most {limit} are allowed")
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise _refusal(name, value, "it must not hold lone surrogates")
+
+
+def _check_expanded(name: str, pattern: str, limit: int) -> None:
+    """A few characters can stand for any number of states, which are made when the output comes to them."""
+    size = expanded_size(pattern)
+    if size > max(limit, len(pattern)):  # what is written out itself is bounded by its text
+        rule = f"its repetitions stand for {size} parts; at most {limit} are allowed"
+        raise _refusal(name, pattern, rule)
+
+
+_MANY = 10**18
+_REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d{1,18})(?:,(\d{0,18}))?\}|.", re.DOTALL)
+
+
+def expanded_size(pattern: str) -> int:
+    """Parts of a regular expression with its counted repetitions written out: neighbours add, nested counts multiply.
+
+    Reads any text; what is no regular expression is for the compiler to say.
+    """
+    sizes, last = [0], 0
+    for part in _REGEX_PARTS.finditer(pattern):
+        if part[1] is not None:
+            count = max(int(part[1]), int(part[2] or 0), 1)
+            sizes[-1] += last * (count - 1)
+            last = min(last * count, _MANY)
+        elif part[0] == "(":
+            sizes.append(0)
+            last = 0
+        elif part[0] == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        else:
+            last = 1
+            sizes[-1] += 1
+    return min(sum(sizes), _MANY)
 
 
 def _schema_text(schema: object) -> str:
