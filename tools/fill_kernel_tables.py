@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from minillm.bench import common, drawing, kernel_sweep, materialize, paged_attention, peers, plots, swap  # noqa: E402
+from minillm.bench import common, drawing, fused, kernel_sweep, materialize, paged_attention, peers, plots, swap  # noqa: E402
 from minillm.bench.common import Verdict, markdown_table  # noqa: E402
 
 Rows = Sequence[Mapping[str, str]]
@@ -30,6 +30,7 @@ PLOTS: Mapping[str, Callable[[Rows, Path], None]] = {
     "paged_attention": plots.draw_paged_attention,
     "decode_peers": plots.draw_peers,
     "prefill_peers": plots.draw_peers,
+    "fused": fused.draw,
 }
 
 
@@ -104,6 +105,13 @@ def _swap(rows: Rows) -> str:
     )
 
 
+def _fused(rows: Rows) -> str:
+    parts = [f"`minillm bench fused`; {fused.provenance(rows)}."]
+    for kind, title in (("steps", "A decode step without attention"), ("products", "Products"), ("rows", "The rest")):
+        parts += [f"{title}:", markdown_table(*fused.table_cells(rows, kind))]
+    return "\n\n".join([*parts, _verdict_lines(fused.verdicts(rows)), "![fused](../benchmarks/results/fused.png)"])
+
+
 SECTIONS: Mapping[str, Callable[[Rows], str]] = {
     "kernel_check": _kernel_check,
     "decode_peers": lambda rows: _peers(rows, "decode"),
@@ -111,6 +119,7 @@ SECTIONS: Mapping[str, Callable[[Rows], str]] = {
     "paged_attention": _paged_attention,
     "materialize": _materialize,
     "swap": _swap,
+    "fused": _fused,
 }
 
 

@@ -176,7 +176,7 @@ def _run_transformers(model: LoadedModel, prompts: Sequence[list[int]], referenc
 
     from minillm.bench import transformers_baseline
 
-    baseline = transformers_baseline.build_llama(model.decoder, torch.float32)
+    baseline = transformers_baseline.build_llama(model.own_decoder, torch.float32)
     start = time.perf_counter()
     tokens = [transformers_baseline.greedy(baseline, [prompt], NEW_TOKENS)[0] for prompt in prompts]
     seconds = time.perf_counter() - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -78,6 +79,51 @@ def test_every_thread_packs_into_memory_of_its_own():
     assert len(addresses) == 2
 
 
+class RecordingKernel:
+    """Stands in for a kernel on the device: reads its arguments as the driver would."""
+
+    device_index, name, _function, _takes_dependents = 0, "recording", None, True
+
+    def __init__(self) -> None:
+        self.launches: list[list[int]] = []
+        self.configs: list[tuple[object, ...]] = []
+
+    def set_max_shared(self, shared_bytes: int) -> None:
+        pass
+
+    def _configure(self, *key: object) -> tuple[object, ...]:
+        self.configs.append(key)
+        return key
+
+    def _launch_ex(self, config: object, function: object, values: int, extra: int) -> tuple[int]:
+        pointers = ctypes.cast(values, ctypes.POINTER(ctypes.c_uint64))[0:5]
+        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
+        self.launches.append([kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=True)])
+        return (0,)
+
+
+def test_a_prepared_launch_changes_addresses_alone_and_configures_once_a_stream(monkeypatch):
+    stream = [7]
+    monkeypatch.setattr(cuda_launch, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_launch, "current_raw_stream", lambda index: stream[0])
+    monkeypatch.setattr(cuda_launch, "ensure_context", lambda index: None)
+    kernel = RecordingKernel()
+    scalars = (np.int32(-3), np.int64(1 << 40), np.float32(0.5))
+    launch = cuda_launch.PreparedLaunch(kernel, (4, 2), 64, 2, scalars, shared_bytes=1024, dependent=True)
+    launch(0x1000, 0x2000)
+    launch(0x3000, 0)
+    assert kernel.launches == [[0x1000, 0x2000, -3, 1 << 40, 0.5], [0x3000, 0, -3, 1 << 40, 0.5]]
+    stream[0] = 8
+    launch(1, 2)
+    monkeypatch.setattr(cuda_launch, "DEPENDENT_LAUNCHES", False)
+    launch(1, 2)
+    launch(1, 2)
+    key = ((4, 2), 64, 1024)
+    assert kernel.configs == [(*key, 7, None, True), (*key, 8, None, True), (*key, 8, None, False)]
+    with pytest.raises(ValueError, match="size"):
+        launch(1)
+
+
 SOURCE = """
 struct Pair { int a[16]; };
 __global__ void fill(int* out, int n, const __grid_constant__ Pair pair) {
@@ -90,6 +136,13 @@ __global__ void shared_sum(int* out) {
     if (threadIdx.x == 0) values[last] = 41;
     __syncthreads();
     if (threadIdx.x == 1) out[0] = values[last] + 1;
+}
+__global__ void add_later(int* out, const volatile int* in, int delay) {
+    for (int i = 0; i < delay; ++i) __nanosleep(1000);
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int i = 0; i < delay; ++i) __nanosleep(1000);
+    out[threadIdx.x] = in[threadIdx.x] + 1;
 }
 __global__ void cluster_size(int* out) {
     int size;
@@ -203,3 +256,54 @@ def test_tensor_map_is_128_bytes_and_refuses_what_the_hardware_does_not_take():
         cuda_launch.tensor_map(base, (64, 64), (128, 2), (16, 64))
     with pytest.raises(KernelLaunchError, match="cuTensorMapEncodeTiled"):
         cuda_launch.tensor_map(base, (64, 128), (128, 1), (16, 512))
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_dependent_launches_see_what_the_kernels_before_wrote(kernel, prepared):
+    """A chain in which every kernel starts early and ends late, eagerly and in a graph."""
+    add = kernel("add_later")
+    buffers = torch.zeros(40, 32, dtype=torch.int32, device="cuda")
+    launch = cuda_launch.PreparedLaunch(add, 1, 32, 2, (np.int32(3),), dependent=True)
+
+    def chain() -> None:
+        for source, target in pairwise(buffers):
+            if prepared:
+                launch(target.data_ptr(), source.data_ptr())
+            else:
+                add.launch(1, 32, (target, source, np.int32(3)), dependent=True)
+
+    chain()
+    assert buffers[:, 0].tolist() == list(range(40))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for start in range(1, 20):
+        buffers.zero_()
+        buffers[0] = start
+        graph.replay()
+        assert buffers[:, 31].tolist() == list(range(start, start + 40))
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_a_copy_may_be_the_first_call_of_its_thread() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from minillm.attention.cuda_launch import current_raw_stream, memcpy_async
+
+    source = torch.arange(8, device="cuda")
+    target = torch.zeros_like(source)
+    torch.cuda.synchronize()
+
+    def copy() -> None:
+        memcpy_async(target.data_ptr(), source.data_ptr(), source.nbytes, current_raw_stream(0))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(copy).result()
+    torch.cuda.synchronize()
+    assert torch.equal(target, source)

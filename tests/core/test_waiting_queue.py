@@ -198,3 +198,21 @@ def test_cost_based_never_prefers_a_victim_that_frees_nothing():
     r.arrival_seq = 9
     chosen = min([*victims(), Victim(r, 0, 0.0)], key=get_victim_policy("cost_based"))
     assert chosen.request.request_id != "shared"
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs", "shortest_prompt", "fair"])
+def test_the_first_few_are_found_without_sorting_the_queue(policy):
+    rng = random.Random(7)
+    q = queue(policy)
+    requests = [
+        make_request(f"r{i}", rng.randint(1, 50), priority=rng.randint(0, 3), user=rng.choice("abc"))
+        for i in range(500)
+    ]
+    fill(q, requests)
+    for request in rng.sample(requests, 200):  # their entries stay in the heap for a while
+        q.remove(request)
+    for request in rng.sample([r for r in requests if r not in q], 50):
+        q.push(request)
+    for count in (0, 1, 7, 64, 350, 1000):
+        assert q.first(count) == q.in_order()[:count]
+    assert queue(policy).first(3) == []

@@ -318,6 +318,17 @@ def test_what_multiplies_is_stopped_in_its_own_process(toy: GrammarCompiler) -> 
         toy.compile(HOSTILE["nested allOf"])
 
 
+def test_a_check_that_a_busy_machine_did_not_finish_is_not_held_against_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, spec = compiler_for(TOKENIZER), StructuredOutputs(regex="ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_module, "CHECK_TIMEOUT", 0.001)
+        with pytest.raises(InvalidParameterError, match="try again"):
+            compiler.compile(spec)
+    assert generate(compiler, spec, 1) == ("ab", "complete")
+
+
 def test_the_memory_of_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = compiler_for(TOKENIZER)
     monkeypatch.setattr(grammar_module, "CACHE_ENTRIES", 4)

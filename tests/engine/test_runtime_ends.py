@@ -323,7 +323,7 @@ class TestClose:
 
         runtime = make_runtime(Slow())
         short, endless = runtime.submit("abc", SamplingParams(max_tokens=2)), runtime.submit("abc", LONG)
-        runtime.close(grace=0.3)
+        runtime.close(grace=1.5)
         assert short.result(0).outputs[0].finish_reason == "length"
         assert endless.result(0).outputs[0].finish_reason == "cancelled"
         assert len(endless.result(0).outputs[0].token_ids) > 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,60 @@ def test_the_engine_takes_no_request_whose_grammar_was_not_compiled() -> None:
     with pytest.raises(InvalidParameterError, match="compiled"):
         driver.engine.add_request(Request("r", letters("abc"), params(1)))
     assert not driver.engine.has_work
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_gives_every_request_what_it_gets_alone(seed: int) -> None:
+    """Arrivals, groups, priorities and cancels on a pool that is too small, with forms and without."""
+    draw = random.Random(seed)
+    forms: list[Any] = [
+        None,
+        StructuredOutputs(json=SCHEMA),
+        {"choice": ["yes", "yes sir", "no"]},
+        {"regex": "[ab]{1,40}"},
+    ]
+    driver = make_driver(
+        overlap=bool(seed % 2),
+        num_blocks=36,
+        num_swap_blocks=draw.choice([0, 24]),
+        max_model_len=90,
+        max_num_seqs=5,
+        max_num_batched_tokens=draw.choice([16, 64]),
+    )
+    before = idle_state(driver.engine)
+    asked: dict[str, tuple[str, SamplingParams]] = {}
+    cancelled: set[str] = set()
+    while len(asked) < 24 or driver.engine.has_work:
+        if len(asked) < 24 and draw.random() < 0.4:
+            name, prompt = f"r{len(asked)}", "abcdefgh" * draw.randint(1, 3)
+            one = params(
+                draw.randint(0, 99),
+                structured_outputs=draw.choice(forms),
+                n=draw.choice([1, 1, 3]),
+                max_tokens=draw.randint(3, 60),
+                ignore_eos=draw.random() < 0.2,
+                min_tokens=draw.choice([0, 2]),
+            )
+            asked[name] = prompt, one
+            driver.add(name, prompt, one, priority=draw.randint(0, 2))
+        if asked and draw.random() < 0.03:
+            name = draw.choice(list(asked))
+            if driver.cancel(name):
+                cancelled.add(name)
+        if driver.engine.has_work:
+            driver.step()
+    for name, (prompt, one) in asked.items():
+        alone, found = solo(one, prompt), summary(driver.outputs[name])
+        if name not in cancelled:
+            assert found == alone, name
+        else:
+            for (_, ids, _), (_, all_ids, _) in zip(found, alone, strict=True):
+                assert ids == all_ids[: len(ids)]
+        check_events(driver.events[name], driver.outputs[name])
+    assert idle_state(driver.engine) == before
+    assert driver.engine.grammars.num_live == 0
+    counters = driver.engine.stats().counters
+    assert counters.preemptions_swap + counters.preemptions_recompute > 0
 
 
 # -- a real model ----------------------------------------------------------------------------------------

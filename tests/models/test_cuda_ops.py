@@ -113,7 +113,7 @@ def test_two_neighbouring_products_of_a_small_batch_share_a_multiprocessor():
             for n, k, gated, norm in ((qkv, hidden, False, True), (hidden, inputs, False, False),
                                       (inner, hidden, True, True), (hidden, inner, False, False))
         ]  # fmt: skip
-        assert 2 * (max(sizes) + 1280) <= 228 << 10
+        assert 2 * (max(sizes) + 1280) <= 228 << 10, sizes
 
 
 def test_products_of_float32_or_many_rows_are_not_supported():
@@ -122,6 +122,18 @@ def test_products_of_float32_or_many_rows_are_not_supported():
     assert not cuda_ops.supports_small_linear(9, 64, 64, torch.bfloat16, device)
     assert not cuda_ops.supports_small_linear(0, 64, 64, torch.bfloat16, device)
     assert not cuda_ops.supports_small_linear(1, 64, 60, torch.bfloat16, device)
+
+
+def test_many_passes_over_few_columns_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(cuda_ops, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda_ops, "shared_limit", lambda device: 232192)
+    cuda_ops.config_for.cache_clear()
+    device = torch.device("cpu")
+    given = {"dtype": torch.bfloat16, "device": device}
+    assert not cuda_ops.supports_small_linear(1, 49152, 576, **given)
+    assert cuda_ops.supports_small_linear(1, 49152, 1024, **given)
+    assert cuda_ops.supports_small_linear(8, 1536, 576, gated=True, norm=True, **given)
+    cuda_ops.config_for.cache_clear()
 
 
 def test_wrong_shapes_and_dtypes_are_named():
@@ -150,6 +162,65 @@ def test_wrong_shapes_and_dtypes_are_named():
         cuda_ops.small_linear(torch.zeros(1, 64).half(), weight, out=torch.zeros(1, 16), residual=torch.zeros(1, 16))
     with pytest.raises(ValueError, match="even number"):
         cuda_ops.small_linear(torch.zeros(1, 64).half(), weight[:15], gated=True)
+
+
+def test_the_layout_of_a_known_tensor_is_a_number():
+    a, b = torch.zeros(4, 8), torch.zeros(4, 8)
+    assert cuda_ops._fixed(a) == cuda_ops._fixed(a) == cuda_ops._fixed(b) >= 0
+    others = [a.half(), torch.zeros(8, 4), torch.zeros(8, 4).t(), torch.zeros(4, 8, device="meta"), a[:, :4]]
+    numbers = {cuda_ops._fixed(tensor) for tensor in (a, *others)}
+    assert len(numbers) == 6
+    assert cuda_ops._fixed(None) == -1
+    for _ in range(100):  # objects whose id is that of one that is gone
+        size = int(torch.randint(1, 9, ()))
+        again = torch.zeros(size, 8)
+        assert (cuda_ops._fixed(again) == cuda_ops._fixed(a)) == (size == 4)
+        del again
+
+
+class RecordedLaunch:
+    """Stands in for `PreparedLaunch`."""
+
+    made: list[RecordedLaunch] = []
+
+    def __init__(self, kernel, grid, block, num_pointers, scalars, *, shared_bytes=0, dependent=False) -> None:
+        self.grid, self.num_pointers, self.scalars, self.calls = grid, num_pointers, scalars, []
+        RecordedLaunch.made.append(self)
+
+    def __call__(self, *addresses: int) -> None:
+        assert len(addresses) == self.num_pointers
+        self.calls.append(addresses)
+
+
+def test_a_layout_is_prepared_once_and_launched_with_the_addresses_at_hand(monkeypatch):
+    monkeypatch.setattr(cuda_ops, "PreparedLaunch", RecordedLaunch)
+    monkeypatch.setattr(cuda_ops, "get_kernel", lambda spec, device, overlapping: spec)
+    monkeypatch.setattr(cuda_ops, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda_ops, "shared_limit", lambda device: 232192)
+    monkeypatch.setattr(cuda_ops, "_launches", cuda_ops._ThreadLaunches())
+    monkeypatch.setattr(RecordedLaunch, "made", [])
+    weight = torch.ones(64)
+
+    def norm(tokens: int, dtype: torch.dtype) -> tuple[int, ...]:
+        x, residual, out = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 64), torch.zeros(tokens, 64)
+        out = out.to(dtype)
+        cuda_ops.add_rms_norm(x, residual, weight, 1e-6, out)
+        norm.keep = x, residual, out
+        return out.data_ptr(), residual.data_ptr(), x.data_ptr(), weight.data_ptr()
+
+    calls = [norm(3, torch.half), norm(3, torch.half), norm(5, torch.half), norm(3, torch.bfloat16)]
+    assert [launch.calls for launch in RecordedLaunch.made] == [calls[:2], calls[2:3], calls[3:]]
+    assert [launch.grid for launch in RecordedLaunch.made] == [(3, 1), (5, 1), (3, 1)]
+
+    x, matrix, bias = torch.zeros(2, 64).half(), torch.zeros(48, 64).half(), torch.zeros(48).half()
+    residual, stream = torch.zeros(2, 48), torch.zeros(2, 64)
+    cuda_ops.small_linear(x, matrix, bias=bias, residual=residual)
+    cuda_ops.small_linear(stream, matrix, norm_weight=weight, gated=True)
+    plain, gated = RecordedLaunch.made[3:]
+    assert plain.calls == [(matrix.data_ptr(), x.data_ptr(), 0, bias.data_ptr(), residual.data_ptr())]
+    assert [int(scalar) for scalar in plain.scalars[:6]] == [64, 48, 2, 48, 64, 2]
+    assert gated.calls[0][:4] == (matrix.data_ptr(), stream.data_ptr(), weight.data_ptr(), 0)
+    assert [int(scalar) for scalar in gated.scalars[:6]] == [64, 24, 2, 24, 64, 0]
 
 
 def test_rope_arguments_are_checked():
@@ -212,10 +283,8 @@ def rope_inputs(heads: tuple[int, int, int], tokens: int, dtype: torch.dtype, ca
     blocks = -(-tokens // block_size) + 3
     both = torch.full((blocks, 2, num_kv_heads, block_size, dim), 7.0, dtype=cache_dtype, device="cuda")
     slots = torch.randperm(blocks * block_size, device="cuda")[:tokens]
-    slots[::5] = -1
+    slots[1::5] = -1
     slots[3::11] = blocks * block_size + 3
-    if tokens < 4:
-        slots[0] = 1
     positions = torch.randint(40_000, (tokens,), device="cuda")
     positions[0] = 131_071
     inv_freq = 1.0 / 1e6 ** (torch.arange(0, dim, 2, device="cuda") / dim)
@@ -341,6 +410,14 @@ def test_every_instance_of_small_linear_agrees_with_torch(config: SmallLinearCon
     cuda_ops.small_linear(x, weight, out=out, gated=config.gated, config=config)
     expected = reference_linear(x, weight, gated=config.gated, out=torch.empty_like(out))
     assert (out - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_misaligned_rows_are_refused():
+    weight, x = randn(256, 512, dtype=torch.bfloat16), randn(1, 520, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="x begins at address"):
+        cuda_ops.small_linear(x[:, 1:513], weight)
 
 
 @pytest.mark.cuda

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +26,15 @@ class SlowRunner(ScriptedRunner):
 
     seconds = 0.02
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.goes_on = threading.Event()
+        """Cleared, the device stands still in its next step."""
+        self.goes_on.set()
+
     def forward(self, plan: Any) -> Any:
         time.sleep(self.seconds)
+        self.goes_on.wait(60)
         return super().forward(plan)
 
 
@@ -56,10 +64,11 @@ def dashboard_server(
     }
     runner = runner or SlowRunner(script=answer_script)
     with serving(runner, config, **settings) as server:
+        server.runner = runner  # type: ignore[attr-defined]
         yield server
 
 
-def press(runtime: Runtime, count: int = 24, seed: int = 1) -> list[Any]:
+def press(runtime: Runtime, count: int = 24, seed: int = 1, priorities: Sequence[int] = (0, 0, 1, 2)) -> list[Any]:
     """Submit requests of mixed sizes and priorities, a third with a common prefix: more than the pool holds."""
     rng = random.Random(seed)
     shared = "The common beginning of many prompts, as of a system prompt that everybody sends. " * 2
@@ -70,7 +79,7 @@ def press(runtime: Runtime, count: int = 24, seed: int = 1) -> list[Any]:
             runtime.submit(
                 (shared if i % 3 == 0 else "") + text,
                 SamplingParams(temperature=0, max_tokens=rng.randint(150, 400), ignore_eos=True),
-                priority=rng.choice([0, 0, 1, 2]),
+                priority=rng.choice(priorities),
                 user=rng.choice(["ada", "grace", "edsger"]),
             )
         )

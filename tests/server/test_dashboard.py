@@ -23,7 +23,7 @@ from minillm.core.scheduler import ContinuousScheduler
 from minillm.server.dashboard import frame as frames
 from minillm.server.dashboard.capture import MAX_QUEUED, MAX_RUNNING, capture, colour_of, first_queued, wait_reason
 from minillm.server.dashboard.explanation import explanation
-from minillm.server.dashboard.hub import FrameHub
+from minillm.server.dashboard.hub import MAX_SHARE, FrameHub
 from minillm.server.dashboard.routes import load_page
 from minillm.server.metrics import EngineMetrics
 
@@ -171,11 +171,30 @@ class TestHub:
             await asyncio.sleep(0.15)
             assert len(made) == count, "nobody watches"
             assert (await watch(hub, 1))[0] == b"frame %d" % (count + 1)
-            gaps = [b - a for a, b in pairwise(made)]
-            assert min(gaps) >= 0.019
+            assert made[2] - made[0] >= 0.03, "two intervals, but for the time until a thread runs"
             hub.close()
 
         asyncio.run(main())
+
+    def test_frames_that_cost_much_are_made_less_often(self) -> None:
+        made: list[float] = []
+
+        def make() -> bytes:
+            made.append(time.monotonic())
+            end = time.thread_time() + 0.01
+            while time.thread_time() < end:
+                pass
+            return b"x"
+
+        async def main() -> None:
+            hub = FrameHub(make, interval=0.01)
+            async for _ in hub.watch():
+                if len(made) == 4:
+                    break
+            hub.close()
+
+        asyncio.run(main())
+        assert min(b - a for a, b in pairwise(made)) >= 0.01 / MAX_SHARE
 
     def test_closing_ends_every_watcher(self) -> None:
         async def main() -> None:

@@ -31,6 +31,15 @@ EVIL_ID = "<img src=x onerror=document.title='owned'>"
 EVIL_TEXT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
+SCENE = """(() => {
+  const row = page.frame.queue.find((r) => r.state === 'swapped');
+  if (!row || page.frame.stats.swapped < 2 || page.frame.running.length < 4) return false;
+  if (page.selected !== row.id) select(row.id);
+  return page.story?.id === row.id && page.story.state === 'swapped' && !page.drawing;
+})()"""
+"""Some run, several are swapped out, and the story of the first of those is shown."""
+
+
 class Tab:
     """A page on the dashboard, and everything that it complained about."""
 
@@ -64,6 +73,18 @@ class Tab:
         """Type into the chat box, and send."""
         self.page.fill("#chat-text", text)
         self.page.press("#chat-text", "Enter")
+
+    def wait_for_scene(self) -> None:
+        """Let the device stand still in a step after which SCENE holds."""
+        goes_on = self.server.runner.goes_on  # type: ignore[attr-defined]
+        for _ in range(100):
+            goes_on.set()
+            self.wait(SCENE)
+            goes_on.clear()
+            time.sleep(1.0)  # the frames of the step that stands still
+            if self.page.evaluate(SCENE):
+                return
+        raise AssertionError("the scene never lasted")
 
     def shoot(self, name: str) -> None:
         """A screenshot, where they are wanted."""
@@ -99,8 +120,9 @@ def pressure(tab: Tab) -> Iterator[None]:
         while not end.is_set():
             live[:] = [future for future in live if not future.done()]
             if len(live) < 22:
+                # A batch of low priority, then higher ones that push parts of it out.
+                live.extend(press(tab.server.runtime, 4, seed, (2,) if seed < 3 else (0, 1, 2, 2)))
                 seed += 1
-                live.extend(press(tab.server.runtime, 4, seed))
             end.wait(0.05)
 
     thread = threading.Thread(target=keep_up)
@@ -144,12 +166,13 @@ def test_under_pressure_numbers_move_and_swaps_are_seen(tab: Tab, pressure: None
     assert colours > 6
     tab.page.evaluate("document.querySelector('#queue .id').click()")
     tab.wait("document.querySelectorAll('#story li').length > 1")
-    tab.wait("page.frame.stats.swapped > 0 && page.frame.swap.used > 4")
+    tab.wait_for_scene()
     tab.shoot("pressure")
     tab.page.evaluate("document.querySelector('#theme').click()")
-    tab.wait("page.frame.stats.swapped > 0 && !page.drawing")
+    tab.wait(SCENE)
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 17, 22)"
     tab.shoot("dark")
+    tab.server.runner.goes_on.set()  # type: ignore[attr-defined]
     assert tab.complaints == [] and tab.outside == []
 
 

@@ -96,6 +96,15 @@ class TestRoutes:
                 with httpx.stream("GET", f"{server.url}/dashboard/events", timeout=WAIT) as refused:
                     assert refused.status_code == 503 and refused.headers["retry-after"] == "10"
 
+    def test_stories_are_told_while_the_server_drains(self) -> None:
+        with dashboard_server() as server:
+            running = server.runtime.submit("abc", tokens(900), request_id="long")
+            server.app.state.dashboard.end_streams()
+            assert server.http.get("/dashboard/events").status_code == 503
+            assert server.http.get("/v1/requests/long/explain").json()["id"] == "long"
+            assert server.http.get("/v1/requests").status_code == 200
+            running.cancel()
+
     def test_a_watcher_does_not_hold_up_the_end(self) -> None:
         with dashboard_server() as server, server.http.stream("GET", "/dashboard/events") as response:
             lines = response.iter_lines()

@@ -89,13 +89,13 @@ def test_refusals_are_the_same(server, path: str, body: dict[str, Any]) -> None:
 
 def test_a_prompt_that_is_too_long_names_both_sizes(server) -> None:
     for path, fields in (
-        (COMPLETIONS, {"prompt": "a" * 300_000}),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 300_000}]}),
+        (COMPLETIONS, {"prompt": "a" * 150_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 150_000}]}),
     ):
         answer = server.http.post(path, json=fields)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert "2048" in error["message"] and "3000" in error["message"]
+        assert "2048" in error["message"] and "1500" in error["message"]
 
 
 def test_large_texts_can_be_tokenised(server) -> None:
@@ -122,15 +122,15 @@ def test_a_terminal_ctrl_c_does_not_reach_the_process(server) -> None:
     assert [one.pid for one in children()] == [child.pid]
 
 
-@pytest.mark.parametrize("content", ["word " * 200_000, "<" * 1_000_000], ids=["text", "many tag starts"])
+@pytest.mark.parametrize("content", ["word " * 100_000, "<" * 500_000], ids=["text", "many tag starts"])
 def test_health_metrics_and_streams_go_on_while_a_large_body_is_read(folder: Path, content: str) -> None:
     """The bound is generous for busy machines; docs/server.md has what was measured."""
     runner = PacedRunner()
     pool = {"num_blocks": 4096, "max_model_len": 2048, "check_invariants": False}
     with serving(runner, tokenizer=load_tokenizer(folder), **pool) as server:
-        waits, gap, answer = observe(server, content)
+        waits, gap, stall, answer = observe(server, content)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert max(*waits.values(), gap) < 1.0, (waits, gap)
+    assert max(*waits.values(), gap) < 1.0 + 3 * stall, (waits, gap, stall)
 
 
 class PacedRunner(ScriptedRunner):
@@ -141,11 +141,12 @@ class PacedRunner(ScriptedRunner):
         return super().collect(handle)
 
 
-def observe(server: RunningServer, content: str) -> tuple[dict[str, float], float, httpx.Response]:
-    """The longest waits for /health and /metrics and the longest gap of a stream while a chat of `content` is read."""
+def observe(server: RunningServer, content: str) -> tuple[dict[str, float], float, float, httpx.Response]:
+    """The longest waits for /health and /metrics and the longest gap of a stream while a chat of `content` is read; and
+    how long the machine let this process wait for nothing."""
     done = threading.Event()
     waits: dict[str, float] = {"/health": 0.0, "/metrics": 0.0}
-    gaps = [0.0]
+    gaps, stalls = [0.0], [0.0]
 
     def poll(path: str) -> None:
         while not done.is_set():
@@ -163,12 +164,18 @@ def observe(server: RunningServer, content: str) -> tuple[dict[str, float], floa
                     gaps.append(time.monotonic() - last)
                     last = time.monotonic()
 
-    with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(poll, path) for path in waits] + [pool.submit(stream)]
+    def sleep() -> None:
+        while not done.is_set():
+            begin = time.monotonic()
+            time.sleep(0.01)
+            stalls.append(time.monotonic() - begin)
+
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(poll, path) for path in waits] + [pool.submit(stream), pool.submit(sleep)]
         try:
             answer = server.http.post(CHAT, json={"messages": [{"role": "user", "content": content}]}, timeout=120)
         finally:
             done.set()
         for other in others:
             other.result()
-    return waits, max(gaps), answer
+    return waits, max(gaps), max(stalls), answer

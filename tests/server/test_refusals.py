@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -200,6 +201,30 @@ def test_unknown_model_and_routes(checked) -> None:
     answer = checked.http.delete(COMPLETIONS)
     refused(answer, 405)
     assert answer.headers["allow"] == "POST"
+
+
+def test_a_list_that_the_queue_could_never_take() -> None:
+    with serving(max_waiting=4, max_num_seqs=2) as server:
+        error = refused(server.http.post(COMPLETIONS, json={"prompt": ["a"] * 7}), 400, "prompt")
+        assert "7 prompts" in error["message"] and "max_waiting=4" in error["message"]
+
+
+def test_odd_requests_of_http(server) -> None:
+    assert server.http.head("/health").status_code == 200
+    refused(server.http.post(f"{COMPLETIONS}/", json={"prompt": "a"}), 404)
+    refused(server.http.get("/health", headers={"x-large": "a" * 400_000}), 431)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_long_answers_with_many_alternatives(server) -> None:
+    fields = {"prompt": "abc", "max_tokens": 200, "logprobs": 20, "n": 3, "temperature": 1, "seed": 1}
+    choices = server.http.post(COMPLETIONS, json=fields).json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [200] * 3
 
 
 def test_other_content_types(checked) -> None:

@@ -91,7 +91,7 @@ def test_serves_with_a_key_from_the_environment_and_ends_on_sigterm() -> None:
         assert httpx.post(f"{server.url}/v1/completions", json=large, headers=headers, timeout=TIME).status_code == 200
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert children, "the process that reads large bodies"
-        log = server.first_lines + server.end(signal.SIGTERM, within=10)
+        log = server.first_lines + server.end(signal.SIGTERM, within=20)
         assert server.process.returncode == 0
         assert "very-secret" not in log
         assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
@@ -106,7 +106,7 @@ def test_a_stream_that_runs_gets_its_end(signals: tuple[int, ...]) -> None:
         thread, lines = stream_in_thread(server.url, fields)
         while len(lines) < 3:
             time.sleep(0.01)
-        server.end(*signals, within=1.0 + 2.0 + 3.0)  # the grace, what is promised, and room for a busy machine
+        server.end(*signals, within=20.0)  # the grace and what is promised are 3 s; busy machines need more
         thread.join(TIME)
         assert server.process.returncode == 0
         assert lines[0] == "200"

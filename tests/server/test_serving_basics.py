@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 
 def test_health_version_and_ids(server) -> None:
     assert server.http.get("/health").json() == {"status": "ok"}
@@ -26,3 +29,16 @@ def test_errors_are_error_objects(server) -> None:
     ):
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_openapi_document_describes_every_route(server) -> None:
+    document = server.http.get("/openapi.json").json()
+    paths = set(document["paths"])
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health"} <= paths
+    text = json.dumps(document)
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert names <= set(document["components"]["schemas"]), "every reference leads somewhere"
+    chat = document["components"]["schemas"]["ChatRequest"]
+    assert chat["required"] == ["messages"]
+    assert chat["additionalProperties"] is False
+    assert "422" not in text

@@ -416,28 +416,31 @@ def clear_cache() -> int:
 
 # ---- Loading ---------------------------------------------------------------------------------------------------------
 
-_loaded: dict[tuple[KernelSpec, int], Kernel] = {}
+_loaded: dict[tuple[KernelSpec, int, bool], Kernel] = {}
 _load_lock = threading.Lock()
 
 
-def get_kernel(spec: KernelSpec, device: torch.device | int) -> Kernel:
+def get_kernel(spec: KernelSpec, device: torch.device | int, *, overlapping: bool = False) -> Kernel:
     """`spec`, ready to launch on a CUDA `device`: from this process, the disk cache, or compiled now.
 
-    Raises :class:`KernelBuildError`. Call it before capturing a graph: loading is not capturable.
+    `overlapping` gives a copy with a division of L1 of its own (:meth:`Kernel.prefer_shared_memory`). Raises
+    :class:`KernelBuildError`. Call it before capturing a graph: loading is not capturable.
     """
     index = device if isinstance(device, int) else device.index
-    kernel = _loaded.get((spec, index)) if index is not None else None
-    return kernel if kernel is not None else _load(spec, torch.device("cuda", index) if index is not None else device)
+    kernel = _loaded.get((spec, index, overlapping)) if index is not None else None
+    if kernel is not None:
+        return kernel
+    return _load(spec, torch.device("cuda", index) if index is not None else device, overlapping)
 
 
-def _load(spec: KernelSpec, device: torch.device | int) -> Kernel:
+def _load(spec: KernelSpec, device: torch.device | int, overlapping: bool) -> Kernel:
     device = torch.device(device)
     if device.type != "cuda":
         raise ConfigError(f"device={device}: CUDA kernels run on a CUDA device only")
     index = torch.cuda.current_device() if device.index is None else device.index
     arch = arch_of(torch.cuda.get_device_capability(index))
     with _load_lock:
-        kernel = _loaded.get((spec, index))
+        kernel = _loaded.get((spec, index, overlapping))
         if kernel is None:
             compiled = build(spec, arch)
             try:
@@ -448,5 +451,7 @@ def _load(spec: KernelSpec, device: torch.device | int) -> Kernel:
                     "CUDA version (nvidia-smi shows it), then `minillm kernels clear`"
                 )
                 raise KernelBuildError(f"{spec} for {arch}", str(error), advice) from error
-            _loaded[spec, index] = kernel
+            if overlapping:
+                kernel.prefer_shared_memory()
+            _loaded[spec, index, overlapping] = kernel
     return kernel

@@ -307,5 +307,6 @@ def paged_decode(
             np.float32(2.0 * log2e * params.scale / cap if cap else 0.0),
         ),
         shared_bytes=plan.shared_bytes,
+        dependent=True,
     )
     return out

@@ -83,7 +83,7 @@ def _transformers(dtype: str) -> Generate:
     from minillm.bench.cpu_bench import MODEL
     from minillm.models.loader import load_model
 
-    decoder = load_model(MODEL, dtype="float32", device="cpu").decoder
+    decoder = load_model(MODEL, dtype="float32", device="cpu").own_decoder
     model = transformers_baseline.build_llama(decoder, getattr(torch, dtype))
     return lambda prompts, new_tokens: transformers_baseline.greedy(model, prompts, new_tokens)
 

@@ -76,14 +76,14 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
         rows = []
         for prompt in options.prompts:
             samples = _first_token(target, options, prompt)
-            least = _prefill_floor(model.decoder, limits, prompt)
+            least = _prefill_floor(model.own_decoder, limits, prompt)
             rows.append({"kind": "ttft", "batch": 1, "tokens": prompt, **_columns(samples, least), **common_columns})
             progress(f"first token, prompt {prompt}: {statistics.median(samples) * 1e3:.2f} ms")
         per_token = target.bytes_per_block // target.config.block_size
         for size in options.batches:
             samples = _decode_steps(target, options, size)
             context = options.context + _outputs(options, size, budget) - options.output // 2
-            least = floors.decode_bytes(model.decoder, size, context, per_token) / limits.bytes_per_second
+            least = floors.decode_bytes(model.own_decoder, size, context, per_token) / limits.bytes_per_second
             row = {"kind": "decode", "batch": size, "tokens": context, **_columns(samples, least)}
             rows.append({**row, **common_columns})
             progress(f"decode, batch {size}: {statistics.median(samples) * 1e3:.2f} ms per step")

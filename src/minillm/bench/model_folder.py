@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minillm.bench.models import random_model
 from minillm.bench.random_tokenizer import SPECIAL_TOKENS, random_backend
-
-if TYPE_CHECKING:
-    from minillm.models.config import ModelConfig
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
 
 SHARD_BYTES = 5 << 30
 
@@ -27,6 +26,7 @@ def write_model_folder(name: str, folder: Path, *, dtype: str = "bfloat16", devi
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     model = random_model(name, dtype=dtype, device=device)
+    assert isinstance(model.decoder, Decoder) and isinstance(model.config, ModelConfig)
     shards: list[dict[str, Any]] = [{}]
     size = 0
     for weight, view in model.decoder.weight_views().items():

@@ -36,9 +36,9 @@ class Options:
     model: str
     device: str
     dtype: str = "auto"
-    requests: int = 48
-    prompt: tuple[int, int] = (2048, 6144)
-    output: tuple[int, int] = (256, 768)
+    requests: int = 40
+    prompt: tuple[int, int] = (4096, 12_288)
+    output: tuple[int, int] = (256, 1024)
     runs: int = 3
     seed: int = 0
 

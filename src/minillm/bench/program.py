@@ -124,6 +124,7 @@ PROGRAMS = {
     "decode-peers": "saved_programs:DECODE_PEERS",
     "prefill-peers": "saved_programs:PREFILL_PEERS",
     "swap": "saved_programs:SWAP",
+    "fused": "fused:PROGRAM",
     "sampling": "saved_programs:SAMPLING",
 }
 """Program -> module of this package and name in it, in the order of the report."""

@@ -214,6 +214,34 @@ def swap(
     publish(SWAP, output, rows, from_csv)
 
 
+@bench_app.command("fused")
+@with_options()
+def fused(
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds; figures are medians.")] = 20,
+    variants: Annotated[bool, typer.Option("--variants", help="Also other instances of the product kernel.")] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Shapes of this model alone, such as Qwen3-0.6B; may be repeated.", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "fused.csv",
+    from_csv: FromCSV = None,
+) -> None:
+    """The decoder's fused kernels against torch and against the time that their bytes take."""
+    from minillm.bench import common
+    from minillm.bench import fused as bench
+
+    found: list[dict[str, str]] | None = None
+    if unknown := sorted(set(model or ()) - set(bench.LAYERS)):
+        raise ConfigError(f"model={unknown[0]!r} must be one of {', '.join(bench.LAYERS)}")
+    if from_csv is None:
+        device_of("cuda")
+        found = []
+        for part in bench.measure(rounds, console.info, variants=variants, models=model or ()):
+            found += part
+            common.write_csv(output, found)  # what is there stays if the rest fails
+    publish(bench.PROGRAM, output, found, from_csv)
+
+
 @bench_app.command("sampling")
 @with_options()
 def sampling(

@@ -262,14 +262,14 @@ def pressure(
     ] = None,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
-    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 48; CPU: 16]", show_default=False)] = None,
+    requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 40; CPU: 16]", show_default=False)] = None,
     prompt: Annotated[
         tuple[int, int] | None,
-        typer.Option(help="Prompt tokens, from and to [GPU: 2048 6144; CPU: 32 96].", show_default=False),
+        typer.Option(help="Prompt tokens, from and to [GPU: 4096 12288; CPU: 32 96].", show_default=False),
     ] = None,
     output_tokens: Annotated[
         tuple[int, int] | None,
-        typer.Option(help="Output tokens, from and to [GPU: 256 768; CPU: 32 64].", show_default=False),
+        typer.Option(help="Output tokens, from and to [GPU: 256 1024; CPU: 32 64].", show_default=False),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Of each way; figures are medians.")] = 3,
     seed: Seed = 0,
@@ -287,9 +287,9 @@ def pressure(
             model=model or ("random:tiny" if small else "random:qwen3-0.6b"),
             device=where,
             dtype=dtype,
-            requests=requests or (16 if small else 48),
-            prompt=prompt or ((32, 96) if small else (2048, 6144)),
-            output=output_tokens or ((32, 64) if small else (256, 768)),
+            requests=requests or (16 if small else 40),
+            prompt=prompt or ((32, 96) if small else (4096, 12_288)),
+            output=output_tokens or ((32, 64) if small else (256, 1024)),
             runs=runs,
             seed=seed,
         )
@@ -376,6 +376,7 @@ QUICK: dict[str, list[str]] = {
 """What programs are run with by `bench all --quick`; those that are not here have a --quick of their own."""
 GPU_ONLY: dict[str, list[str]] = {
     "gpu-table": ["gpu-table"],
+    "fused": ["fused"],
     **{f"{table}-peers": ["paged-attention", "--peers", table] for table in ("decode", "prefill")},
     "sampling": ["sampling"],
 }

@@ -63,7 +63,7 @@ def serve(
     show_prompts: Annotated[
         bool,
         typer.Option(
-            "--show-prompts", help="Show prompts and outputs of live requests in /v1/requests and /dashboard."
+            "--show-prompts", help="Show texts of live requests in /v1/requests/ID/explain and on the dashboard."
         ),
     ] = False,
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names: vllm or minillm.")] = "vllm",

@@ -53,6 +53,23 @@ class WaitingQueue:
         """The requests in the order in which they would run now."""
         return sorted(self._members.values(), key=self.key)
 
+    def first(self, count: int) -> list[Request]:
+        """About the first `count` requests, without sorting a long queue: O(count log count), and a key per user.
+
+        For displays: where ageing has changed the order since the keys were stored, it lags behind :meth:`in_order`.
+        """
+        found: list[Request] = []
+        frontier = [(self.key(heap[0][1]), name, 0) for name, heap in self._heaps.items() if heap]
+        heapq.heapify(frontier)
+        while frontier and len(found) < count:
+            _, name, at = heapq.heappop(frontier)
+            heap = self._heaps[name]
+            if self._is_live(*heap[at]):
+                found.append(heap[at][1])
+            for below in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(frontier, (self.key(heap[below][1]), name, below))
+        return found
+
     def key(self, request: Request) -> tuple:
         """The request's place in the total order; smaller runs first. Also defined for running requests."""
         return self._key(request, self.context)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,17 +102,19 @@ def build_engine(
     from minillm.runner.device import is_device_failure
 
     with ThreadPoolExecutor(1, "minillm-tokenizer") as pool:
-        if tokenizer is not None:
-            reading = None
-        elif config.tokenizer is not None:
-            reading = pool.submit(_read_tokenizer, resolve_model(config.tokenizer, progress, "tokenizer").path)
-        else:
-            path = model.path if model is not None else resolve_model(config.model, progress).path
+        reading: Future[Tokenizer] | None = None
+        if tokenizer is None:
+            if config.tokenizer is not None:
+                path = resolve_model(config.tokenizer, progress, "tokenizer").path
+            else:
+                path = model.path if model is not None else resolve_model(config.model, progress).path
             reading = pool.submit(_read_tokenizer, path)
         device = resolve_device(config.device) if model is None else _device_of(model, config)
         if model is None:
             model = load_model(config.model, config.dtype, device, progress)
-        tokenizer = tokenizer if reading is None else reading.result()
+        if reading is not None:
+            tokenizer = reading.result()
+    assert tokenizer is not None
     # Ids that the logits do not have cannot be sampled, nor masked.
     named_eos = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
     eos_ids = {token_id for token_id in named_eos if 0 <= token_id < model.config.vocab_size}

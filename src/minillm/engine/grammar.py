@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from minillm.core.errors import InvalidParameterError, MiniLLMError, StructuredOutputsUnavailableError
 from minillm.core.structured_outputs import StructuredOutputs
 from minillm.engine import grammar_check
 from minillm.models.tokenizer import TextMode
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from minillm.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("minillm.engine")
@@ -130,6 +130,8 @@ class GrammarCompiler:
 
     def _compile(self, spec: StructuredOutputs) -> CompiledGrammar | str:
         """The grammar, or why there is none."""
+        import numpy as np
+
         vocabulary = self._load_vocabulary()
         answer = _checked_grammar(spec)
         if "error" in answer:
@@ -273,6 +275,8 @@ def mask_words(vocab_size: int) -> int:
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     """int32 [ceil(V / 32)] with the bits of these ids set."""
+    import numpy as np
+
     flags = np.zeros(mask_words(vocab_size) * 32, dtype=bool)
     flags[list(token_ids)] = True
     return np.packbits(flags, bitorder="little").view(np.int32)
@@ -330,7 +334,9 @@ def _run_check(request: dict[str, Any]) -> dict[str, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"it takes more than {CHECK_TIMEOUT:.0f} s to compile"}
+        # Not the grammar's fault alone, which its CPU time would have shown: so it is not remembered as bad.
+        rule = f"its check took more than {CHECK_TIMEOUT:.0f} s; this machine is busy, try again"
+        raise InvalidParameterError("structured_outputs", request["kind"], rule) from None
     except OSError as error:
         raise StructuredOutputsUnavailableError(
             f"structured output: no process for the check of a grammar can be started: {error}"

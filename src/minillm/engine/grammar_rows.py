@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from minillm.core.plan import StepEvents, StepPlan
 from minillm.core.request import Request
 from minillm.engine.grammar import GrammarError, GrammarMatcher, mask_words
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True)
@@ -117,6 +119,8 @@ class GrammarRows:
             if sequence_id is None or follower is None or follower.request.is_ended:
                 continue
             if masks is None:
+                import numpy as np
+
                 masks = np.full((len(rows), mask_words(follower.request.grammar.vocab_size)), -1, dtype=np.int32)
             try:
                 if follower.matcher.fill(masks[position]):

@@ -16,10 +16,14 @@ launch kept. All kernels are launched as dependents (``attention/kernels/depende
 
 from __future__ import annotations
 
+import itertools
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from minillm.attention.cuda_build import KernelSpec, get_kernel
 from minillm.attention.cuda_checks import FLOAT_DTYPES, check_paged_cache, check_tensor
-from minillm.attention.cuda_launch import Kernel
+from minillm.attention.cuda_launch import Kernel, PreparedLaunch
 
 MAX_SMALL_ROWS = 8
 """Rows of x that `small_linear` takes."""
@@ -37,42 +41,68 @@ _NORM_VECTORS = (1, 2, 4)
 """16-byte vectors of a row that a thread of `add_rms_norm` may hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """What a launch needs beside its pointers."""
-
-    kernel: Kernel
-    grid: tuple[int, int]
-    threads: int
-    shared_bytes: int
-    scalars: tuple[object, ...]
-
-    def __call__(self, *pointers: Tensor | None) -> None:
-        self.kernel.launch(
-            self.grid, self.threads, (*pointers, *self.scalars), shared_bytes=self.shared_bytes, dependent=True
-        )
-
-
 _Key = tuple[object, ...]
-_launches: dict[_Key, _Launch] = {}
 _MOST_LAUNCHES = 8192
 
+_FEW_TOKENS = 64
+"""Up to so many, kernels are shorter than the gaps between them: then they share the multiprocessors with their
+neighbours. More tokens want L1 for the loads that are under way (q/k norm + rope of 8,192 tokens: 49 against 89 us)."""
 
-def _layout(tensor: Tensor | None) -> object:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+class _ThreadLaunches(threading.local):
+    """Launches that a thread has prepared, by all that was checked about their arguments."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[_Key, PreparedLaunch] = {}
 
 
-def _remember(key: _Key, launch: _Launch) -> _Launch:
-    if len(_launches) >= _MOST_LAUNCHES:  # prompts of every length
-        _launches.clear()
-    _launches[key] = launch
+_launches = _ThreadLaunches()
+
+
+_numbers = itertools.count()
+_layouts: dict[object, int] = {}
+_known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+_MOST_KNOWN = 1 << 16
+
+
+def _fixed(tensor: Tensor | None) -> int:
+    """A number for the layout of a tensor that lives long, such as a weight: quick where the object is known.
+
+    Its attributes take a microsecond to read, and a launch has up to nine tensors. Changing the layout of a tensor in
+    place (``resize_``, ``set_``) after its first launch goes unnoticed.
+    """
+    if tensor is None:
+        return -1
+    found = _known.get(id(tensor))
+    if found is not None and found[0]() is tensor:
+        return found[1]
+    layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    number = _layouts.get(layout)
+    if number is None:
+        number = _layouts.setdefault(layout, next(_numbers))
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[id(tensor)] = weakref.ref(tensor), number
+    return number
+
+
+def _prepare(
+    key: _Key, kernel: Kernel, grid: tuple[int, int], threads: int, pointers: int, scalars: tuple[object, ...],
+    shared_bytes: int = 0,
+) -> PreparedLaunch:  # fmt: skip
+    launch = PreparedLaunch(kernel, grid, threads, pointers, scalars, shared_bytes=shared_bytes, dependent=True)
+    prepared = _launches.prepared
+    if len(prepared) >= _MOST_LAUNCHES:  # prompts of every length
+        prepared.clear()
+    prepared[key] = launch
     return launch
 
 
-def _check_aligned(**tensors: Tensor | None) -> None:
+def _misaligned(**tensors: Tensor | None) -> ValueError:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() % 16:
-            raise ValueError(f"{name} begins at address {tensor.data_ptr():#x}, it must be a multiple of 16")
+            return ValueError(f"{name} begins at address {tensor.data_ptr():#x}, it must be a multiple of 16")
+    raise AssertionError("all are aligned")
 
 
 def _check_rows(name: str, size: int, dtype: torch.dtype, *strides: int) -> None:
@@ -110,8 +140,13 @@ def embed(input_ids: Tensor, embedding: Tensor, residual: Tensor) -> Tensor:
     `input_ids` int64 [T], `embedding` [V, H] in any float dtype, `residual` float32 [T, H]. An id outside [0, V) gives
     a row of NaN.
     """
-    key = ("embed", _layout(input_ids), _layout(embedding), _layout(residual))
-    launch = _launches.get(key)
+    key = (
+        "embed",
+        *(input_ids.shape, input_ids.stride(), input_ids.dtype, input_ids.device),
+        _fixed(embedding),
+        *(residual.shape, residual.stride(), residual.dtype, residual.device),
+    )
+    launch = _launches.prepared.get(key)
     if launch is None:
         tokens, (vocab, hidden), device = len(input_ids), embedding.shape, embedding.device
         name = _float_name("embedding", embedding.dtype)
@@ -120,11 +155,14 @@ def embed(input_ids: Tensor, embedding: Tensor, residual: Tensor) -> Tensor:
         check_tensor("residual", residual, (tokens, hidden), torch.float32, device)
         _check_rows("embedding", hidden, embedding.dtype)
         threads = _threads(hidden * embedding.element_size() // 16, 256)
-        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"embed<{name}>"), device)
-        launch = _remember(key, _Launch(kernel, (tokens, 1), threads, 0, (np.int64(vocab), np.int32(hidden))))
-    if launch.grid[0]:
-        _check_aligned(embedding=embedding, residual=residual)
-        launch(residual, input_ids, embedding)
+        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"embed<{name}>"), device, overlapping=tokens <= _FEW_TOKENS)
+        if not tokens:
+            return residual
+        launch = _prepare(key, kernel, (tokens, 1), threads, 3, (np.int64(vocab), np.int32(hidden)))
+    to, table = residual.data_ptr(), embedding.data_ptr()
+    if (to | table) & 15:
+        raise _misaligned(embedding=embedding, residual=residual)
+    launch(to, input_ids.data_ptr(), table)
     return residual
 
 
@@ -134,8 +172,15 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
     `x` [T, H] in `out`'s dtype, its rows at any stride, or None to add nothing; `residual` float32 [T, H], `weight`
     float32 [H], `out` [T, H]. Computed in float32 and rounded once.
     """
-    key = ("norm", _layout(x), _layout(residual), _layout(weight), _layout(out), eps)
-    launch = _launches.get(key)
+    key = (
+        "norm",
+        *((None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)),
+        *(residual.shape, residual.stride(), residual.dtype, residual.device),
+        _fixed(weight),
+        *(out.shape, out.stride(), out.dtype, out.device),
+        eps,
+    )
+    launch = _launches.prepared.get(key)
     if launch is None:
         (tokens, hidden), device, dtype = residual.shape, residual.device, out.dtype
         name = _float_name("out", dtype)
@@ -150,12 +195,17 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
         if vectors > _MAX_HIDDEN_VECTORS:
             raise ValueError(f"rows of {hidden} elements are longer than {_MAX_HIDDEN_VECTORS * 16 // dtype.itemsize}")
         held = 1 if vectors <= 512 else 2 if vectors <= 1024 else 4
-        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"add_rms_norm<{name}, {held}>"), device)
+        kernel = get_kernel(
+            KernelSpec("decoder_ops.cu", f"add_rms_norm<{name}, {held}>"), device, overlapping=tokens <= _FEW_TOKENS
+        )
+        if not tokens:
+            return out
         scalars = (np.int64(stride), np.int32(hidden), np.float32(eps))
-        launch = _remember(key, _Launch(kernel, (tokens, 1), _threads(-(-vectors // held), 1024), 0, scalars))
-    if launch.grid[0]:
-        _check_aligned(x=x, residual=residual, weight=weight, out=out)
-        launch(out, residual, x, weight)
+        launch = _prepare(key, kernel, (tokens, 1), _threads(_ceil_div(vectors, held), 1024), 4, scalars)
+    addresses = out.data_ptr(), residual.data_ptr(), 0 if x is None else x.data_ptr(), weight.data_ptr()
+    if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15:
+        raise _misaligned(x=x, residual=residual, weight=weight, out=out)
+    launch(*addresses)
     return out
 
 
@@ -164,8 +214,12 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
 
     Computed in float32 and rounded once.
     """
-    key = ("silu", _layout(gate_up), _layout(out))
-    launch = _launches.get(key)
+    key = (
+        "silu",
+        *(gate_up.shape, gate_up.stride(), gate_up.dtype, gate_up.device),
+        *(out.shape, out.stride(), out.dtype, out.device),
+    )
+    launch = _launches.prepared.get(key)
     if launch is None:
         (tokens, inner), device, dtype = out.shape, out.device, out.dtype
         name = _float_name("out", dtype)
@@ -175,12 +229,17 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
         _check_rows("gate_up", inner, dtype, stride)
         vectors = inner * dtype.itemsize // 16
         threads = _threads(vectors, 256)
-        kernel = get_kernel(KernelSpec("decoder_ops.cu", f"silu_and_mul<{name}>"), device)
+        kernel = get_kernel(
+            KernelSpec("decoder_ops.cu", f"silu_and_mul<{name}>"), device, overlapping=tokens <= _FEW_TOKENS
+        )
+        if not tokens:
+            return out
         scalars = (np.int64(tokens), np.int64(stride), np.int32(inner))
-        launch = _remember(key, _Launch(kernel, (-(-vectors // threads), min(tokens, 65535)), threads, 0, scalars))
-    if launch.grid[1]:
-        _check_aligned(gate_up=gate_up, out=out)
-        launch(out, gate_up)
+        launch = _prepare(key, kernel, (_ceil_div(vectors, threads), min(tokens, 65535)), threads, 2, scalars)
+    to, source = out.data_ptr(), gate_up.data_ptr()
+    if (to | source) & 15:
+        raise _misaligned(gate_up=gate_up, out=out)
+    launch(to, source)
     return out
 
 
@@ -230,11 +289,20 @@ def qk_norm_rope_write(
     Rounds where :mod:`minillm.models.layers` does.
     """
     key = (
-        *map(_layout, (qkv, q_weight, k_weight, positions, inv_freq, k_cache, v_cache, slot_mapping, q_out)),
+        "rope",
+        *(qkv.shape, qkv.stride(), qkv.dtype, qkv.device),
+        _fixed(q_weight),
+        _fixed(k_weight),
+        *(positions.shape, positions.stride(), positions.dtype, positions.device),
+        _fixed(inv_freq),
+        _fixed(k_cache),
+        _fixed(v_cache),
+        *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device),
+        *(q_out.shape, q_out.stride(), q_out.dtype, q_out.device),
         eps,
         attention_factor,
     )
-    launch = _launches.get(key)
+    launch = _launches.prepared.get(key)
     if launch is None:
         check_paged_cache(k_cache, v_cache)
         num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
@@ -267,11 +335,17 @@ def qk_norm_rope_write(
             np.float32(attention_factor),
             np.float32(eps),
         )
-        kernel = get_kernel(_rope_spec(name, cache_name), device)
-        launch = _remember(key, _Launch(kernel, (tokens, parts), _ROPE_THREADS, 0, scalars))
-    if launch.grid[0]:
-        _check_aligned(qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, q_out=q_out)
-        launch(q_out, k_cache, v_cache, qkv, q_weight, k_weight, positions, inv_freq, slot_mapping)
+        if not tokens:
+            return q_out
+        kernel = get_kernel(_rope_spec(name, cache_name), device, overlapping=tokens <= _FEW_TOKENS)
+        launch = _prepare(key, kernel, (tokens, parts), _ROPE_THREADS, 9, scalars)
+    to, keys, values, source = q_out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), qkv.data_ptr()
+    q_norm = 0 if q_weight is None else q_weight.data_ptr()
+    k_norm = 0 if k_weight is None else k_weight.data_ptr()
+    if (to | keys | values | source | q_norm | k_norm) & 15:
+        raise _misaligned(qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, q_out=q_out)
+    rest = positions.data_ptr(), inv_freq.data_ptr(), slot_mapping.data_ptr()
+    launch(to, keys, values, source, q_norm, k_norm, *rest)
     return q_out
 
 
@@ -280,6 +354,11 @@ def qk_norm_rope_write(
 _WARPS = 8
 _RINGS = (96 << 10, 64 << 10)
 """Bytes of weights under way in a thread block, the first that fits beside x."""
+
+_FEW_COLUMNS, _MOST_SHORT_PASSES = 768, 4
+"""A head of 49,152 rows of 576 columns, 12 passes, took 22 us where torch's product takes 17."""
+_MOST_COLUMNS_OF_SIX = 1024
+"""Columns of a pass of six tiles that the ring holds."""
 
 _TO_OUT, _TO_FLOAT, _TO_RESIDUAL = 0, 1, 2
 
@@ -297,12 +376,17 @@ class SmallLinearConfig:
     @property
     def chunk(self) -> int:
         """Columns of a stage."""
-        return 64 if self.tiles == 4 else 128
+        return 64 if self.tiles >= 4 else 128
 
     @property
     def outputs(self) -> int:
         """Outputs of a pass."""
         return 8 * self.tiles // (2 if self.gated else 1)
+
+    @property
+    def x_place(self) -> str:
+        """Where a block reads x."""
+        return "shared" if self.shared_x else "global"
 
     @property
     def stages(self) -> int:
@@ -327,7 +411,7 @@ _SMALL_SHARED_ARCHS = ("sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 
 def _all_configs(arch: str) -> Iterator[SmallLinearConfig]:
     """What :func:`choose_config` may return on `arch`."""
-    for tiles, gated, shared_x, ring in product((1, 2, 4), (False, True), (True, False), _RINGS):
+    for tiles, gated, shared_x, ring in product((1, 2, 4, 6), (False, True), (True, False), _RINGS):
         if gated and (tiles == 1 or not shared_x):
             continue
         if not shared_x and ring != _RINGS[0] and arch not in _SMALL_SHARED_ARCHS:
@@ -340,22 +424,25 @@ def choose_config(
 ) -> SmallLinearConfig | None:
     """The instance for x [rows, k] and n outputs; None if x does not fit in shared memory where it must.
 
-    The tiles of a pass are as many as leave the most loaded multiprocessor with the fewest weight rows; x goes through
-    shared memory if it is normalised, or used in several passes.
+    The tiles of a pass are those that leave the most loaded multiprocessor with the fewest weight rows, of such the
+    most (6 only for one pass that the ring holds as a whole: it has few stages). x goes through shared memory if it is
+    normalised or used in several passes, or if the block of another kernel still fits beside it.
     """
-    best, best_load = 0, 0
-    for tiles in (2, 4) if gated else (1, 2, 4):
+    best, best_load, several = 0, 0, False
+    for tiles in (2, 4, 6) if gated else (1, 2, 4, 6):
         outputs = 8 * tiles // (2 if gated else 1)
-        load = _ceil_div(_ceil_div(n, outputs), multiprocessors) * outputs
+        passes = _ceil_div(n, outputs)
+        load = _ceil_div(passes, multiprocessors) * outputs
+        if tiles == 6 and (passes > multiprocessors or k > _MOST_COLUMNS_OF_SIX):
+            continue
         if not best or load <= best_load:
-            best, best_load = tiles, load
-    outputs = 8 * best // (2 if gated else 1)
-    several = -(-n // outputs) > multiprocessors
-    for shared_x, ring in product((True, False) if several or norm or gated else (False,), _RINGS):
+            best, best_load, several = tiles, load, passes > multiprocessors
+    for shared_x, ring in product((True, False), _RINGS):
         config = SmallLinearConfig(best, gated, shared_x, ring)
-        if not shared_x and (norm or gated):
-            break
-        if config.shared_bytes(rows, k) <= shared_limit:
+        if config.shared_bytes(rows, k) > shared_limit or (not shared_x and (norm or gated)):
+            continue
+        beside_another = 2 * (config.shared_bytes(rows, k) + 1024) <= shared_limit and ring == _RINGS[0]
+        if norm or gated or several or not shared_x or beside_another:
             return config
     return None
 
@@ -366,23 +453,31 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _shared_limit(device: torch.device) -> int:
+def shared_limit(device: torch.device) -> int:
     """Bytes of dynamic shared memory that a thread block may have, beside `small_linear`'s few static ones."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 256
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the field
+    return int(properties.shared_memory_per_block_optin) - 256
 
 
 def supports_small_linear(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, norm: bool = False
 ) -> bool:
-    """Whether `small_linear` takes x [rows, k] with `n` outputs (of a gated product: n pairs of weight rows)."""
+    """Whether `small_linear` is for x [rows, k] with `n` outputs (of a gated product: n pairs of weight rows).
+
+    It takes many passes over few columns too, but the sum at the end of a pass takes longer than its bytes then.
+    """
     if dtype not in (torch.float16, torch.bfloat16) or not 1 <= rows <= MAX_SMALL_ROWS or k % 8 or n < 1 or k < 8:
         return False
-    return _config(rows, n, k, gated, norm, device) is not None
+    config = config_for(rows, n, k, gated, norm, device)
+    if config is None:
+        return False
+    return k >= _FEW_COLUMNS or _ceil_div(n, config.outputs) <= _MOST_SHORT_PASSES * _multiprocessors(device)
 
 
 @cache
-def _config(rows: int, n: int, k: int, gated: bool, norm: bool, device: torch.device) -> SmallLinearConfig | None:
-    limits = {"multiprocessors": _multiprocessors(device), "shared_limit": _shared_limit(device)}
+def config_for(rows: int, n: int, k: int, gated: bool, norm: bool, device: torch.device) -> SmallLinearConfig | None:
+    """:func:`choose_config` for a device."""
+    limits = {"multiprocessors": _multiprocessors(device), "shared_limit": shared_limit(device)}
     return choose_config(rows, n, k, gated=gated, norm=norm, **limits)
 
 
@@ -413,36 +508,50 @@ def small_linear(
     Returns `out` or `residual`. Sums are float32. A row's result depends on that row alone, not on M, and is the same
     bit for bit in every run.
     """
-    dtype, device = weight.dtype, weight.device
-    rows, n = len(x), weight.shape[0] // 2 if gated else weight.shape[0]
-    if residual is None and out is None:
-        out = torch.empty(rows, n, dtype=dtype, device=device)
-    target = residual if residual is not None else out
-    assert target is not None
-    key = (*map(_layout, (x, weight, target, bias, norm_weight)), eps, residual is None, gated, config)
-    launch = _launches.get(key)
-    if launch is None:
-        if residual is not None and out is not None:
+    if residual is not None:
+        if out is not None:
             raise ValueError("out and residual exclude each other")
-        launch = _remember(
-            key, _small_linear_launch(x, weight, target, bias, norm_weight, eps, residual, gated, config)
+        target = residual
+    elif out is not None:
+        target = out
+    else:
+        n = weight.shape[0] // 2 if gated else weight.shape[0]
+        target = torch.empty(len(x), n, dtype=weight.dtype, device=weight.device)
+    key = (
+        residual is None,
+        gated,
+        eps,
+        config,
+        *(x.shape, x.stride(), x.dtype, x.device),
+        _fixed(weight),
+        *(target.shape, target.stride(), target.dtype, target.device),
+        _fixed(bias),
+        _fixed(norm_weight),
+    )
+    launch = _launches.prepared.get(key)
+    if launch is None:
+        launch = _small_linear_launch(
+            key, x, weight, target, bias, norm_weight, eps, residual is not None, gated, config
         )
-    _check_aligned(x=x, weight=weight, norm_weight=norm_weight)
-    launch(weight, x, norm_weight, bias, target)
+    source, matrix, norm = x.data_ptr(), weight.data_ptr(), 0 if norm_weight is None else norm_weight.data_ptr()
+    if (source | matrix | norm) & 15:
+        raise _misaligned(x=x, weight=weight, norm_weight=norm_weight)
+    launch(matrix, source, norm, 0 if bias is None else bias.data_ptr(), target.data_ptr())
     return target
 
 
 def _small_linear_launch(
+    key: _Key,
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     norm_weight: Tensor | None,
     eps: float,
-    residual: Tensor | None,
+    to_residual: bool,
     gated: bool,
     config: SmallLinearConfig | None,
-) -> _Launch:
+) -> PreparedLaunch:
     (rows, k), device, dtype = x.shape, weight.device, weight.dtype
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"weight has dtype {dtype}, it must be torch.float16 or torch.bfloat16")
@@ -461,22 +570,17 @@ def _small_linear_launch(
         check_tensor("norm_weight", norm_weight, (k,), torch.float32, device)
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[0],), dtype, device)
-    if residual is None and target.dtype == dtype:
-        kind = _TO_OUT
-    else:
-        kind = _TO_FLOAT if residual is None else _TO_RESIDUAL
-        check_tensor("residual" if residual is not None else "out", target, (rows, n), torch.float32, device,
-                     contiguous_from=1)  # fmt: skip
-    check_tensor("out", target, (rows, n), target.dtype, device, contiguous_from=1)
-    config = config or _config(rows, n, k, gated, norm_weight is not None, device)
+    name = "residual" if to_residual else "out"
+    kind = _TO_RESIDUAL if to_residual else _TO_OUT if target.dtype == dtype else _TO_FLOAT
+    check_tensor(name, target, (rows, n), dtype if kind == _TO_OUT else torch.float32, device, contiguous_from=1)
+    config = config or config_for(rows, n, k, gated, norm_weight is not None, device)
     if config is None:
         raise ValueError(f"x of {rows} rows of {k} elements does not fit in shared memory; normalise it before")
     scalars = (
-        np.int64(x.stride(0)),
-        np.int64(target.stride(0)),
+        *map(np.int64, (x.stride(0), target.stride(0))),
         *map(np.int32, (rows, n, k, kind)),
         np.float32(eps),
     )
-    kernel = get_kernel(config.spec(FLOAT_DTYPES[dtype]), device)
-    grid = min(-(-n // config.outputs), _multiprocessors(device))
-    return _Launch(kernel, (grid, 1), 32 * _WARPS, config.shared_bytes(rows, k), scalars)
+    kernel = get_kernel(config.spec(FLOAT_DTYPES[dtype]), device, overlapping=True)
+    grid = min(_ceil_div(n, config.outputs), _multiprocessors(device))
+    return _prepare(key, kernel, (grid, 1), 32 * _WARPS, 5, scalars, config.shared_bytes(rows, k))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minillm.core.errors import ConfigError, ModelLoadError
+from minillm.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from minillm.models.config import GGUF_ARCHITECTURES, SUPPORTED_ARCHITECTURES, ModelConfig, check_foreign
 from minillm.models.decoder import Decoder
 from minillm.models.default_model import resolve_model
@@ -67,6 +67,13 @@ class LoadedModel:
     dtype: str
     packed: bool
     generation_config: dict[str, Any]
+
+    @property
+    def own_decoder(self) -> Decoder:
+        """The decoder, for what looks into its layers. Raises :class:`UnsupportedModelError` for a foreign one."""
+        if not isinstance(self.decoder, Decoder):
+            raise UnsupportedModelError(f"{self.name} runs through Transformers' layers; this needs an own decoder")
+        return self.decoder
 
 
 class WeightSource(Protocol):

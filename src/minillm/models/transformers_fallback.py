@@ -90,7 +90,7 @@ class TransformersDecoder:
         layer_attention: per attention layer, what the probe found.
     """
 
-    def __init__(self, model: nn.Module, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
         """Take over `model`, made with ``attn_implementation=ATTENTION``, in evaluation mode.
 
         Raises :class:`UnsupportedModelError` if it needs something that paged attention does not compute.
@@ -99,7 +99,7 @@ class TransformersDecoder:
         self.device = next(model.parameters()).device
         self._layers = _Layers()
         for module in model.modules():
-            module.minillm_layers = self._layers  # type: ignore[assignment]
+            module.minillm_layers = self._layers
         try:
             with torch.inference_mode():
                 probe = _Probe(model, self._layers)
@@ -340,7 +340,7 @@ def load_transformers_model(
     with _quiet():
         config = AutoConfig.from_pretrained(folder, **where)
         _check_config(config)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=_dtype(dtype, config, device),
@@ -349,6 +349,7 @@ def load_transformers_model(
             **({} if kind == "gguf" else {"use_safetensors": True}),
             **where,
         )
+    model, info = loaded
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             raise ModelLoadError(f"{path}: {what.replace('_', ' ')}: {', '.join(sorted(map(str, info[what]))[:3])}")

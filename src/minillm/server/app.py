@@ -45,7 +45,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
         name = state.model_names[0]
         exposition = Exposition(runtime, metrics, model_name=name, prefix=state.config.metrics_prefix)
         dashboard = Dashboard(runtime, metrics, model_name=name, show_text=state.config.show_prompts)
-        state.on_drain.append(dashboard.close)
+        state.on_drain.append(dashboard.end_streams)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,6 +61,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
         lifespan=lifespan,
         docs_url=None,  # the page would load scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # a POST that is redirected loses its body with many clients
     )
     app.state.server = state
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
@@ -92,6 +93,7 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     ):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while requests are taken, 503 while the server drains or if its engine is dead."""

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from minillm.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
@@ -29,6 +30,11 @@ from minillm.server.gate import CLIENT_ID_RULE, is_client_id
 from minillm.server.intake import ReadBody, ReadPrompt
 from minillm.server.protocol import GenerationRequest
 from minillm.server.state import ServerState
+
+MAX_ATTACHED_ON_LOOP = 8
+MAX_ENTRIES_ON_LOOP = 2000
+"""Prompts to submit, and tokens with their alternatives to write out, that are done at once on the event loop; more
+goes to a thread."""
 
 
 @dataclass(slots=True)
@@ -145,6 +151,7 @@ class Endpoint:
         self, exchange: Exchange, call: Call, collector: Collector
     ) -> tuple[list[StreamSink], list[Ticket]]:
         """Queue the call's requests. A live request of the same id gives this one another."""
+        self._check_number(call)
         mailbox = self.state.mailbox
         streams = bool(call.request.stream)
         sinks = [StreamSink(mailbox, collector, index, streams) for index in range(len(call.prompts))]
@@ -153,12 +160,19 @@ class Endpoint:
             arguments = [self._arguments(call, index, timeout) for index in range(len(call.prompts))]
             requests = list(zip(arguments, sinks, strict=True))
             try:
-                if call.params.structured_outputs is None:
+                if call.params.structured_outputs is None and len(requests) <= MAX_ATTACHED_ON_LOOP:
                     return sinks, self.state.runtime.attach(requests)
-                # A grammar is compiled there, which may take a while.
+                # A grammar is compiled there, which may take a while, and so may a long list.
                 return sinks, await asyncio.to_thread(self.state.runtime.attach, requests)
             except DuplicateRequestError:
                 call.id = f"{call.id}-{uuid.uuid4().hex[:8]}"
+
+    def _check_number(self, call: Call) -> None:
+        """Refuse a list that the queue could never take: to come again later would not help."""
+        config = self.state.runtime.config
+        if config.max_waiting is not None and len(call.prompts) > config.max_waiting + config.max_num_seqs:
+            rule = f"at most max_waiting={config.max_waiting} + max_num_seqs={config.max_num_seqs} are taken at once"
+            raise InvalidParameterError("prompt", f"{len(call.prompts)} prompts", rule)
 
     def _arguments(self, call: Call, index: int, timeout: float | None) -> dict[str, Any]:
         request: GenerationRequest = call.request
@@ -206,8 +220,15 @@ class Endpoint:
                 if isinstance(item, RequestOutput):
                     self._check_end(item)
                     outputs[index] = item
-        answer = self.answer(call, [outputs[index] for index in range(len(call.prompts))])
-        await exchange.answer_json(sse.encode(answer))
+        ordered = [outputs[index] for index in range(len(call.prompts))]
+        tokens = sum(len(choice.token_ids) for output in ordered for choice in output.outputs)
+        # Log-probabilities of a long answer are many small objects.
+        heavy = tokens * (1 + (call.params.logprobs or 0)) > MAX_ENTRIES_ON_LOOP
+        build = partial(self._encoded, call, ordered)
+        await exchange.answer_json(await asyncio.to_thread(build) if heavy else build())
+
+    def _encoded(self, call: Call, outputs: Sequence[RequestOutput]) -> bytes:
+        return sse.encode(self.answer(call, outputs))
 
     async def _stream(self, exchange: Exchange, call: Call, collector: Collector, sinks: Sequence[StreamSink]) -> None:
         frame = sse.ChunkFrame(call.id, self.chunk_kind, call.created, call.model, call.request.wants_usage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from typing import BinaryIO
@@ -13,9 +12,6 @@ from minillm.models.tokenizer import load_tokenizer
 from minillm.server.errors import ApiError, as_api_error
 from minillm.server.intake import READERS, TextTools
 from minillm.server.intake_process import HEADER_LENGTH, KIND_CODES, OK, REFUSED, Refusal, Setup, frame
-
-NICENESS = 5
-"""Reading a large body gives way to the engine where they share a core."""
 
 
 def _read_frame(source: BinaryIO) -> tuple[bytes, bytes] | None:
@@ -42,7 +38,6 @@ def main() -> None:
     # The parent ends this process; a Ctrl-C or a service manager's SIGTERM reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(NICENESS)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     first = _read_frame(source)
     if first is None:

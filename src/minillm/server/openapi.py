@@ -45,6 +45,11 @@ def document(app: FastAPI) -> dict[str, Any]:
         schemas.update(components | {"Error": _ERROR})
         for (path, (_, summary)), reference in zip(BODIES.items(), references, strict=True):
             made["paths"][path] = {"post": _operation(path, summary, reference)}
+        for operations in made["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # FastAPI's; here it is a 400
+        schemas.pop("HTTPValidationError", None)
+        schemas.pop("ValidationError", None)
         app.openapi_schema = made
     return app.openapi_schema
 

@@ -257,6 +257,7 @@ def _invalid_field(message: str, body: bytes, kind: type) -> ApiError:
     if missing := re.match(r"Object missing required field `(.*)`$", what):
         name = f"{path}.{missing[1]}" if path else missing[1]
         return ApiError(400, f"{name} is missing", param=name, code="missing_field")
+    path = path.partition("[...]")[0]  # the value of a mapping, whose key is not told
     value = _value_at(body, path)
     shown = f"{path}={shorten(value)} is not allowed: " if path else "the body: "
     return ApiError(400, f"{shown}{what.replace('`', '')}", param=path or None, code="invalid_type")

@@ -1,5 +1,6 @@
 // The decoder's row-wise operations around the matrix products: embedding, residual + RMS norm, gated activation. All
 // are bound by memory: 16 bytes per access, everything read once. The residual stream is float32 (models/decoder.py).
+// Only weights are __restrict__ (dependent_launch.cuh says why).
 
 #include "activation.cuh"
 #include "common.cuh"
@@ -36,8 +37,7 @@ __device__ __forceinline__ uint4 pack16(const float (&v)[kPer16B<T>]) {
 // residual [T, hidden], embedding [vocab, hidden]. grid (T).
 template <typename T>
 __global__ void __launch_bounds__(256)
-embed(float* __restrict__ residual, const i64* __restrict__ ids, const T* __restrict__ embedding, i64 vocab,
-      int hidden) {
+embed(float* residual, const i64* ids, const T* __restrict__ embedding, i64 vocab, int hidden) {
     wait_for_previous_grid();
     let_next_grid_start();
     const i64 token = blockIdx.x, id = ids[token];
@@ -58,8 +58,8 @@ embed(float* __restrict__ residual, const i64* __restrict__ ids, const T* __rest
 // x at x_stride; residual, out [T, hidden]; weight [hidden]. grid (T); blockDim.x * kVecs * kPer16B<T> >= hidden.
 template <typename T, int kVecs>
 __global__ void __launch_bounds__(kVecs == 4 ? 1024 : 512)
-add_rms_norm(T* __restrict__ out, float* __restrict__ residual, const T* __restrict__ x,
-             const float* __restrict__ weight, i64 x_stride, int hidden, float eps) {
+add_rms_norm(T* out, float* residual, const T* x, const float* __restrict__ weight, i64 x_stride, int hidden,
+             float eps) {
     __shared__ float warp_sums[kWarp];
     const i64 token = blockIdx.x;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
@@ -120,7 +120,7 @@ add_rms_norm(T* __restrict__ out, float* __restrict__ residual, const T* __restr
 // out [T, inner]. grid (ceil(inner / (blockDim.x * kPer16B<T>)), min(T, 65535)).
 template <typename T>
 __global__ void __launch_bounds__(256)
-silu_and_mul(T* __restrict__ out, const T* __restrict__ gate_up, i64 num_tokens, i64 gate_up_stride, int inner) {
+silu_and_mul(T* out, const T* gate_up, i64 num_tokens, i64 gate_up_stride, int inner) {
     wait_for_previous_grid();
     let_next_grid_start();
     const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kPer16B<T>;

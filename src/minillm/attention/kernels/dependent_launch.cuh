@@ -5,7 +5,8 @@
 // wait_for_previous_grid() before it reads or writes anything that earlier work on the stream reads or writes. What it
 // may do before is read constants: weights, tables. When the wait returns, all earlier work is done, not the previous
 // kernel's alone, since that kernel could not end before its own wait returned. Memory that earlier kernels write is
-// read with ordinary loads, never through ld.global.nc.
+// read with ordinary loads, never through ld.global.nc, and its pointers are not `const __restrict__`: from that the
+// compiler concludes that the memory never changes during the kernel, and may move loads in front of the wait.
 //
 // let_next_grid_start() says that the next kernel's blocks may be placed as soon as all blocks of this one have said so
 // or ended. It promises nothing about memory.

@@ -33,6 +33,7 @@
 //   [warp][4] float4: m and l of heads 2i and 2i + 1
 //   [kRing] int: numbers of the next items; bool: whether this thread block brought the last partial result
 
+#include "dependent_launch.cuh"
 #include "paged_decode_loader.cuh"
 
 // Transposes an 8x8 matrix of 16-bit values that lies across the warp as in an accumulator or operand of mma.
@@ -309,6 +310,8 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
     int* const ring = reinterpret_cast<int*>(shared_sums + kWarps * 4);
     bool& is_last = *reinterpret_cast<bool*>(ring + kRing);
 
+    wait_for_previous_grid();
+    let_next_grid_start();
     // A plan has room for an entry of each thread block, so it is read before the plan's length is known.
     const int4 header = load_now(plan);
     int4 entry = load_now(plan + 1 + head_items.quotient(blockIdx.x));
@@ -332,8 +335,8 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
         const T* const row = q + seq * q_stride + i64(first + lane / 4) * kDim + lane % 4 * 2;
 #pragma unroll
         for (int step = 0; step < S::kSteps; ++step) {
-            to[step][0] = used ? __ldg(reinterpret_cast<const u32*>(row + step * 16)) : 0;
-            to[step][1] = used ? __ldg(reinterpret_cast<const u32*>(row + step * 16 + 8)) : 0;
+            to[step][0] = used ? *reinterpret_cast<const u32*>(row + step * 16) : 0;
+            to[step][1] = used ? *reinterpret_cast<const u32*>(row + step * 16 + 8) : 0;
         }
     };
     fetch_q(entry.x, head_items.remainder(blockIdx.x), q_operand);

@@ -48,47 +48,58 @@ __device__ __forceinline__ float rounded(float x) {
 // grid (T, parts): part p has heads p, p + parts, ... of each round of kThreads / lanes heads. head_dim <= 8 * lanes.
 template <typename T, typename Cache>
 __global__ void __launch_bounds__(kThreads)
-qk_norm_rope_write(Cache* __restrict__ q_out, Cache* __restrict__ k_cache, Cache* __restrict__ v_cache,
-                   const T* __restrict__ qkv, const float* __restrict__ q_weight, const float* __restrict__ k_weight,
-                   const void* __restrict__ positions, const float* __restrict__ inv_freq,
-                   const i64* __restrict__ slot_mapping, i64 num_slots, i64 qkv_stride, i64 block_stride,
+qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, const float* __restrict__ q_weight,
+                   const float* __restrict__ k_weight, const void* positions, const float* __restrict__ inv_freq,
+                   const i64* slot_mapping, i64 num_slots, i64 qkv_stride, i64 block_stride,
                    int positions_are_long, int num_q, int num_kv, int head_dim, int block_size, int lanes,
                    float attention_factor, float eps) {
     __shared__ __align__(16) float cosines[kMaxHalf], sines[kMaxHalf];
     const int half = head_dim / 2, heads = num_q + 2 * num_kv;
+    const int lane = threadIdx.x % lanes, dim = 4 * lane;
+    const bool active = dim < half;
     const float frequency = threadIdx.x < half ? inv_freq[threadIdx.x] : 0.0f;
+    Quad<float> weights[2][2] = {};  // of q and k, lower and upper half
+    if (q_weight != nullptr && active) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            weights[0][i].load(q_weight + i * half + dim);
+            weights[1][i].load(k_weight + i * half + dim);
+        }
+    }
     wait_for_previous_grid();
     let_next_grid_start();
 
+    // All loads before the first use: each is a trip to L2.
     const i64 token = blockIdx.x;
+    const int position = *reinterpret_cast<const int*>(static_cast<const u8*>(positions) +
+                                                       token * (positions_are_long ? 8 : 4));  // its lower half
+    const i64 slot = slot_mapping[token];
+    const T* const row = qkv + token * qkv_stride;
+    const int per_round = kThreads / lanes * gridDim.y, first_head = threadIdx.x / lanes * gridDim.y + blockIdx.y;
+    Quad<T> next_low = {}, next_high = {};
+    const auto load = [&](int head) {
+        if (active && head < heads) {
+            next_low.load(row + i64(head) * head_dim + dim);
+            next_high.load(row + i64(head) * head_dim + half + dim);
+        }
+    };
+    load(first_head);
     if (threadIdx.x < half) {
-        const float position = positions_are_long ? float(static_cast<const i64*>(positions)[token])
-                                                  : float(static_cast<const int*>(positions)[token]);
         float sine, cosine;
-        sincosf(position * frequency, &sine, &cosine);
+        sincosf(float(position) * frequency, &sine, &cosine);
         cosines[threadIdx.x] = rounded<T>(cosine * attention_factor);
         sines[threadIdx.x] = rounded<T>(sine * attention_factor);
     }
-    const i64 slot = slot_mapping[token];
+    __syncthreads();
     const bool stored = u64(slot) < u64(num_slots);
     const i64 block = stored ? slot / block_size : 0;
     const i64 cache_at = block * block_stride + (stored ? slot - block * block_size : 0) * head_dim;
-    const T* const row = qkv + token * qkv_stride;
-    const int lane = threadIdx.x % lanes, dim = 4 * lane;
-    const bool active = dim < half;
-    const int per_round = kThreads / lanes * gridDim.y;
-    bool tables_ready = false;
-    // All threads take every round, since lanes of a warp exchange sums and the first round waits for the tables.
+    // All threads take every round, since lanes of a warp exchange sums.
     for (int first = 0; first < heads; first += per_round) {
-        const int head = first + threadIdx.x / lanes * gridDim.y + blockIdx.y;
+        const int head = first + first_head;
         const bool present = active && head < heads;
-        Quad<T> low = {}, high = {};
-        if (present) {
-            low.load(row + i64(head) * head_dim + dim);
-            high.load(row + i64(head) * head_dim + half + dim);
-        }
-        if (!tables_ready) __syncthreads();
-        tables_ready = true;
+        Quad<T> low = next_low, high = next_high;
+        load(head + per_round);  // in front of this round's stores, which the compiler must keep in their place
         if (q_weight != nullptr) {
             float sum = 0.0f;
 #pragma unroll
@@ -96,14 +107,11 @@ qk_norm_rope_write(Cache* __restrict__ q_out, Cache* __restrict__ k_cache, Cache
             for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
             const float scale = rsqrtf(sum / float(head_dim) + eps);
             if (present && head < num_q + num_kv) {
-                const float* const weight = head < num_q ? q_weight : k_weight;
-                Quad<float> low_weight, high_weight;
-                low_weight.load(weight + dim);
-                high_weight.load(weight + half + dim);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    low.v[i] = rounded<T>(low.v[i] * scale * low_weight.v[i]);
-                    high.v[i] = rounded<T>(high.v[i] * scale * high_weight.v[i]);
+                    const int of = head < num_q ? 0 : 1;
+                    low.v[i] = rounded<T>(low.v[i] * scale * (of ? weights[1][0] : weights[0][0]).v[i]);
+                    high.v[i] = rounded<T>(high.v[i] * scale * (of ? weights[1][1] : weights[0][1]).v[i]);
                 }
             }
         }

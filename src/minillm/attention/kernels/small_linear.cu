@@ -43,7 +43,7 @@ struct Args {
 
 template <int kTiles>
 struct Shape {
-    static constexpr int kChunk = kTiles == 4 ? 64 : 128;  // columns of a stage
+    static constexpr int kChunk = kTiles >= 4 ? 64 : 128;  // columns of a stage
     static constexpr int kRows = kTiles * kTile;
     static constexpr int kStageBytes = kRows * kChunk * 2;
     static constexpr int kVecs = kChunk / 8;                // 16-byte vectors of a row of a stage
@@ -58,24 +58,40 @@ __device__ __forceinline__ void copy16_weight(u32 dst, const void* src, bool val
                  : "memory");
 }
 
-// A warp's walk over its chunks of all passes of its block.
+// A warp's walk over its chunks of all passes of its block. `number` counts the block's passes.
 struct Cursor {
-    int pass, chunk;
+    int pass, number, chunk;
 
-    __device__ __forceinline__ void advance(int chunks, int first_chunk) {
+    // The first chunk of a pass for a warp: the chunks of all passes go round the warps without a break.
+    static __device__ __forceinline__ int first(int number, int chunks) {
+        return (threadIdx.x / kWarp - number * chunks) & (kWarps - 1);
+    }
+
+    __device__ __forceinline__ Cursor(int passes, int chunks) : pass(blockIdx.x), number(0), chunk(first(0, chunks)) {
+        skip(passes, chunks);
+    }
+
+    __device__ __forceinline__ void advance(int passes, int chunks) {
         chunk += kWarps;
-        if (chunk >= chunks) chunk = first_chunk, pass += gridDim.x;
+        skip(passes, chunks);
+    }
+
+    __device__ __forceinline__ void skip(int passes, int chunks) {
+        while (chunk >= chunks && pass < passes) {
+            pass += gridDim.x, ++number;
+            chunk = first(number, chunks);
+        }
     }
 };
 
-// Starts the copy of one stage; with pass out of range, or a warp without chunks, nothing. Row r, vector q of the stage
+// Starts the copy of one stage; behind the last pass nothing. Row r, vector q of the stage
 // lies at vector q ^ (r % 2 * 4) of the row, so that the 8 lanes of a 128-byte read (two rows, 64 bytes of each) meet
 // every bank once.
 template <typename T, int kTiles, bool kGated>
-__device__ __forceinline__ void issue(const Args& a, Cursor at, int passes, int chunks, u32 stage, u64 policy) {
+__device__ __forceinline__ void issue(const Args& a, const Cursor& at, int passes, u32 stage, u64 policy) {
     using S = Shape<kTiles>;
     constexpr int kOutputs = kGated ? S::kRows / 2 : S::kRows;
-    if (at.pass < passes && at.chunk < chunks) {
+    if (at.pass < passes) {
         const int lane = threadIdx.x % kWarp, row0 = lane / S::kVecs, vec = lane % S::kVecs;
         const int column = at.chunk * S::kChunk + vec * 8;
         const bool inside = column < a.k;
@@ -100,14 +116,16 @@ __device__ __forceinline__ void issue(const Args& a, Cursor at, int passes, int 
 // `sums` is scratch, one float per warp.
 template <typename T>
 __device__ __forceinline__ void normalise_x(const Args& a, T* shared_x, int pitch, int padded_k, float* sums) {
-    constexpr int kHeld = 4;  // vectors that a thread keeps in registers between the two passes over its row
+    // Vectors of x that a thread keeps in registers between the two passes over its row, and those of the weight that it
+    // has before there is an x.
+    constexpr int kHeld = 8, kReady = 4;
     const int warps = a.rows == 1 ? 8 : a.rows == 2 ? 4 : a.rows <= 4 ? 2 : 1;  // per row
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int step = warps * kWarp, thread = threadIdx.x % step, vecs = a.k / 4;
     const float4* const weight = reinterpret_cast<const float4*>(a.norm_weight);
-    float4 w[kHeld];
+    float4 w[kReady];
 #pragma unroll
-    for (int n = 0; n < kHeld; ++n) {
+    for (int n = 0; n < kReady; ++n) {
         if (thread + n * step < vecs) w[n] = weight[thread + n * step];
     }
     wait_for_previous_grid();
@@ -126,7 +144,7 @@ __device__ __forceinline__ void normalise_x(const Args& a, T* shared_x, int pitc
 #pragma unroll
             for (int n = 0; n < kHeld; ++n)
                 sum += held[n].x * held[n].x + held[n].y * held[n].y + held[n].z * held[n].z + held[n].w * held[n].w;
-#pragma unroll 8
+#pragma unroll 4
             for (int i = thread + kHeld * step; i < vecs; i += step) {
                 const float4 v = x[i];
                 sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
@@ -137,7 +155,7 @@ __device__ __forceinline__ void normalise_x(const Args& a, T* shared_x, int pitc
         __syncthreads();
         sum = 0.0f;
         for (int i = 0; i < warps; ++i) sum += sums[warp / warps * warps + i];
-        __syncthreads();
+        if (first + kWarps / warps < a.rows) __syncthreads();  // before the next rows' sums
         if (!present) continue;
         const float scale = rsqrtf(sum / float(a.k) + a.eps);
         T* const to = shared_x + row * pitch;
@@ -147,9 +165,9 @@ __device__ __forceinline__ void normalise_x(const Args& a, T* shared_x, int pitc
         };
 #pragma unroll
         for (int n = 0; n < kHeld; ++n) {
-            if (thread + n * step < vecs) put(thread + n * step, held[n], w[n]);
+            if (thread + n * step < vecs) put(thread + n * step, held[n], n < kReady ? w[n % kReady] : weight[thread + n * step]);
         }
-#pragma unroll 8
+#pragma unroll 4
         for (int i = thread + kHeld * step; i < vecs; i += step) put(i, x[i], weight[i]);
         for (int i = a.k + thread; i < padded_k; i += step) to[i] = from_float<T>(0.0f);
     }
@@ -159,11 +177,12 @@ __device__ __forceinline__ void normalise_x(const Args& a, T* shared_x, int pitc
 template <typename T>
 __device__ __forceinline__ void copy_x(const Args& a, T* shared_x, int pitch, int padded_k) {
     wait_for_previous_grid();
-    const int vecs = padded_k / 8;
-    for (int row = 0; row < a.rows; ++row) {
+    const int vecs = padded_k / 8, total = a.rows * vecs;
+#pragma unroll 8
+    for (int at = threadIdx.x; at < total; at += kThreads) {
+        const int row = at / vecs, i = at - row * vecs;
         const T* const x = static_cast<const T*>(a.x) + row * a.x_stride;
-        for (int i = threadIdx.x; i < vecs; i += kThreads)
-            store16(shared_x + row * pitch + 8 * i, 8 * i < a.k ? load16(x + 8 * i) : make_uint4(0, 0, 0, 0));
+        store16(shared_x + row * pitch + 8 * i, 8 * i < a.k ? load16(x + 8 * i) : make_uint4(0, 0, 0, 0));
     }
     __syncthreads();
 }
@@ -185,7 +204,7 @@ __device__ __forceinline__ void store_pair(const Args& a, int m, int column, flo
 // [padded k + 32] if kSharedX, and partial sums [2][kWarps][kTiles][8 * kRowTiles or rows][8] as float.
 // rows <= 8 * kRowTiles, k a multiple of 8, all pointers and row strides aligned to 16 bytes.
 template <typename T, int kTiles, bool kGated, bool kSharedX, int kRowTiles, int kStages>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 2)
 small_linear(const void* weight, const void* x, const float* norm_weight, const void* bias, void* out, i64 x_stride,
              i64 out_stride, int rows, int n, int k, int target, float eps) {
     const Args a{weight, x, norm_weight, bias, out, x_stride, out_stride, rows, n, k, target, eps};
@@ -206,11 +225,11 @@ small_linear(const void* weight, const void* x, const float* norm_weight, const 
 
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    Cursor ahead{int(blockIdx.x), warp};
+    Cursor ahead(passes, chunks);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-        issue<T, kTiles, kGated>(a, ahead, passes, chunks, ring_addr + stage * S::kStageBytes, policy);
-        ahead.advance(chunks, warp);
+        issue<T, kTiles, kGated>(a, ahead, passes, ring_addr + stage * S::kStageBytes, policy);
+        ahead.advance(passes, chunks);
     }
     let_next_grid_start();
     if constexpr (kSharedX) {
@@ -239,9 +258,10 @@ small_linear(const void* weight, const void* x, const float* norm_weight, const 
         }
     };
 
+    Cursor at(passes, chunks);
     uint4 next_x[S::kSegments][kRowTiles];
     if constexpr (!kSharedX) {
-        if (warp < chunks) load_x(warp, next_x);
+        if (at.pass < passes) load_x(at.chunk, next_x);
     }
     int slot = 0, parity = 0;
     for (int pass = blockIdx.x, number = 0; pass < passes; pass += gridDim.x, ++number, parity ^= 1) {
@@ -259,16 +279,18 @@ small_linear(const void* weight, const void* x, const float* norm_weight, const 
             }
         }
         float acc[kTiles][2][4] = {};
-        for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+        while (at.pass == pass) {
             uint4 x[S::kSegments][kRowTiles];
             if constexpr (kSharedX) {
-                load_x(chunk, x);
+                load_x(at.chunk, x);
+                at.advance(passes, chunks);
             } else {
 #pragma unroll
                 for (int s = 0; s < S::kSegments; ++s)
 #pragma unroll
                     for (int r = 0; r < kRowTiles; ++r) x[s][r] = next_x[s][r];
-                load_x(chunk + kWarps < chunks ? chunk + kWarps : warp, next_x);  // behind the last: the next pass's
+                at.advance(passes, chunks);
+                if (at.pass < passes) load_x(at.chunk, next_x);
             }
             cp_async_wait<kStages - 1>();
             __syncwarp();
@@ -287,8 +309,8 @@ small_linear(const void* weight, const void* x, const float* norm_weight, const 
                 }
             }
             __syncwarp();
-            issue<T, kTiles, kGated>(a, ahead, passes, chunks, ring_addr + slot * S::kStageBytes, policy);
-            ahead.advance(chunks, warp);
+            issue<T, kTiles, kGated>(a, ahead, passes, ring_addr + slot * S::kStageBytes, policy);
+            ahead.advance(passes, chunks);
             slot = slot + 1 == kStages ? 0 : slot + 1;
         }
 

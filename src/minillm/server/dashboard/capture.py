@@ -6,9 +6,7 @@ limits here. Everything else happens on the copy, in another thread (:mod:`minil
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from minillm.core.request import RUNNING, RequestState, Transition
@@ -26,7 +24,7 @@ MAX_ENDED = 24
 MAX_HISTORY = 48
 """Entries of a request's history that a live frame shows."""
 EXACT_QUEUE = 256
-"""Queues up to this length are shown in the order of this moment; longer ones in that of the keys as last stored."""
+"""Queues up to this length are shown in the exact order of this moment."""
 NUM_COLOURS = 255
 MAX_ID = 200
 """Characters of a request id that are shown."""
@@ -108,7 +106,7 @@ def first_queued(queue: WaitingQueue, count: int) -> list[Request]:
     """The first `count` requests of the queue, in order."""
     if len(queue) <= EXACT_QUEUE:
         return queue.in_order()[:count]
-    return heapq.nsmallest(count, queue, key=attrgetter("order_key"))
+    return queue.first(count)
 
 
 def _first_running(scheduler: BaseScheduler) -> list[Request]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minillm.core.request import QUEUED, Request
-from minillm.server.dashboard.capture import RequestView, first_queued, view, view_ended, wait_reason
+from minillm.server.dashboard.capture import RequestView, view, view_ended, wait_reason
 from minillm.server.dashboard.frame import request_row
 
 if TYPE_CHECKING:
@@ -70,4 +70,4 @@ def _place(scheduler: BaseScheduler, request: Request) -> int | None:
     """How many requests are before it in the queue; None if it is not queued (or waits with its parent)."""
     if request.state not in QUEUED or request not in scheduler.waiting:
         return None
-    return first_queued(scheduler.waiting, len(scheduler.waiting)).index(request)
+    return scheduler.waiting.in_order().index(request)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 logger = logging.getLogger("minillm.server")
+
+MAX_SHARE = 0.05
+"""Share of the time of one CPU core that making frames may take."""
 
 
 class FrameHub:
@@ -66,17 +70,21 @@ class FrameHub:
         try:
             while not self.closed:
                 begin = loop.time()
-                self._frame = await loop.run_in_executor(self._thread, self._make)
+                self._frame, cpu = await loop.run_in_executor(self._thread, self._timed)
                 self.num_frames += 1
                 self._wake()
-                # However long a frame takes, the thread rests as long: it shares the interpreter with the engine's.
-                took = loop.time() - begin
-                await asyncio.sleep(max(self.interval - took, took))
+                # Frames share the interpreter with the engine's thread: they get MAX_SHARE of it at most.
+                await asyncio.sleep(max(begin + self.interval - loop.time(), cpu / MAX_SHARE))
         except Exception as error:
             if not self.closed:
                 logger.error("the dashboard's frame could not be made", exc_info=error)
         finally:
             loop.call_soon(self._changed.set)  # once this task has ended: then its watchers leave
+
+    def _timed(self) -> tuple[bytes, float]:
+        """A frame, and the seconds of CPU that it took."""
+        begin = time.thread_time()
+        return self._make(), time.thread_time() - begin
 
     def _wake(self) -> None:
         """Let all watchers that wait look, and make later ones wait for the next frame."""

@@ -105,9 +105,14 @@ class Dashboard:
         except InvalidParameterError as error:
             raise ApiError(404, str(error), param="request_id", code="request_not_found") from error
 
-    def close(self) -> None:
-        """End every stream of frames: they have no end of their own, and would hold up a server that drains."""
+    def end_streams(self) -> None:
+        """End every stream of frames: they have no end of their own, and would hold up a server that drains. The rest
+        goes on answering."""
         self.hub.close()
+
+    def close(self) -> None:
+        """End the streams and the thread that looks up requests."""
+        self.end_streams()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _stream(self) -> AsyncIterator[bytes]:

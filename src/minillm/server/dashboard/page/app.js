@@ -1,6 +1,6 @@
 // The page's state, and what brings a frame onto it. Everything that comes from the server is set as text.
 
-const page = { hello: null, frame: null, selected: null, timelineIds: [], drawing: 0, lastNews: 0, retry: 1000 };
+const page = { hello: null, frame: null, selected: null, story: null, timelineIds: [], drawing: 0, lastNews: 0, retry: 1000 };
 
 const setText = (id, text) => {
   const target = $(id);
@@ -105,7 +105,7 @@ function showTiles(frame, rates) {
   setText('t-running', stats.running);
   setText('t-running-more', `of ${page.hello?.max_num_seqs ?? '–'}, ${stats.prefilling} prefilling`);
   setText('t-waiting', stats.waiting);
-  setText('t-waiting-more', frame.queue.length ? `head: ${frame.queue[0].reason}` : 'queue is empty');
+  setText('t-waiting-more', frame.queue.length ? `first ${frame.queue[0].reason.split('; ').pop()}` : 'queue is empty');
   setText('t-swapped', stats.swapped);
   setText('t-swapped-more', `${frame.swap.used} of ${frame.swap.total} slots`);
   setText('t-rate', compact(rates.output[1]));
@@ -196,6 +196,7 @@ async function explain() {
     list.append(item);
   }
   $('story').replaceChildren(...parts, list);
+  page.story = story;
   page.ended = Boolean(story.finish_reason) || !story.state;
 }
 

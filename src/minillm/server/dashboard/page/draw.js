@@ -9,7 +9,9 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 /** The colour that a request keeps everywhere; neighbours in order of arrival are far apart. 0: nobody's. */
 function ownerColour(number) {
   if (!number) return css('cached');
-  return `hsl(${(number * 137.508) % 360} ${css('owner-sat')} ${css('owner-light')})`;
+  // Every 34th hue comes back (the golden angle): lightness tells those apart.
+  const light = parseFloat(css('owner-light')) + [0, 11, -11][Math.floor(number / 8) % 3];
+  return `hsl(${(number * 137.508) % 360} ${css('owner-sat')} ${light}%)`;
 }
 
 /** Size a canvas to its box, in device pixels; returns its context in CSS pixels. */
