@@ -168,16 +168,3 @@ def test_arguments_that_do_not_fit_are_refused():
         cuda_kv_ops.gather_blocks(cache.store, pages[:, :1], pairs)
     with pytest.raises(IndexError, match="block ids"):
         cache.copy_blocks([(0, cache.num_blocks)])
-
-
-def test_words_are_copied_to_the_device_and_back():
-    host = torch.arange(5001, dtype=torch.int32).pin_memory()
-    target = torch.zeros(6000, dtype=torch.int32, device="cuda")
-    cuda_kv_ops.copy_words(target, host, 4 * 5001, target.device)
-    back = torch.zeros(6000, dtype=torch.int32).pin_memory()
-    cuda_kv_ops.copy_words(back, target, 4 * 5500, target.device)
-    torch.cuda.synchronize()
-    assert back.tolist() == [*range(5001), *[0] * 999]
-    for count in (4 * 6001, 6):
-        with pytest.raises(ValueError, match=f"num_bytes={count} must be a multiple of 4"):
-            cuda_kv_ops.copy_words(back, target, count, target.device)

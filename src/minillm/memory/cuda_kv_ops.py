@@ -1,4 +1,4 @@
-"""Launching the kernels that move keys and values (``attention/kernels/kv_ops.cu``), and a step's few words."""
+"""Launching the kernels that move keys and values (``attention/kernels/kv_ops.cu``)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from minillm.attention.cuda_checks import CheckedLayouts, check_paged_cache, che
 _WRITE_16 = KernelSpec("kv_ops.cu", "write_kv<uint4>")
 _WRITE_2 = KernelSpec("kv_ops.cu", "write_kv<u16>")
 _COPY_TILES = KernelSpec("kv_ops.cu", "copy_tiles<4>")
-_COPY_WORDS = KernelSpec("host_words.cu", "copy_words")
 
 _write_layouts = CheckedLayouts()
 
-_WORD_THREADS = 256
 _COPY_THREADS = 512
 _COPY_BYTES = 16 * 4 * _COPY_THREADS
 """Bytes that a thread block of `copy_tiles` moves per round."""
@@ -26,7 +24,7 @@ _COPY_BYTES = 16 * 4 * _COPY_THREADS
 
 def specs(arch: str) -> list[KernelSpec]:
     """Every instance that may be launched; the same on all architectures."""
-    return [_WRITE_16, _WRITE_2, _COPY_TILES, _COPY_WORDS]
+    return [_WRITE_16, _WRITE_2, _COPY_TILES]
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -151,19 +149,6 @@ def _copy_tiles(target: Tensor, source: Tensor, pairs: Tensor, store: Tensor, ma
             *strides(target),
         ),
     )
-
-
-def copy_words(target: Tensor, source: Tensor, num_bytes: int, device: torch.device) -> None:
-    """Copy the first bytes, a multiple of 4, between memory of `device` and page-locked memory, either way.
-
-    For some KB on the way to or from a step's kernels, on the current stream. Both must stay until it has run.
-    """
-    words = num_bytes // 4
-    if num_bytes % 4 or min(target.nbytes, source.nbytes) < num_bytes:
-        raise ValueError(f"num_bytes={num_bytes} must be a multiple of 4 and within {target.nbytes}, {source.nbytes}")
-    if words:
-        arguments = (target, source, np.int32(words))
-        get_kernel(_COPY_WORDS, device).launch(min(64, -(-words // _WORD_THREADS)), _WORD_THREADS, arguments)
 
 
 @cache

@@ -167,15 +167,10 @@ class PinnedUpload:
         return views
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
-        """The target keeps its place; in stream order. On a GPU a kernel fetches the array, of 4-byte elements."""
-        from minillm.memory.cuda_kv_ops import copy_words
-
+        """The target keeps its place; in stream order. On a GPU no tensor is made but the staging slice."""
         staged = self._ring.take(array.nbytes)
         ctypes.memmove(staged.data_ptr(), _address(array), array.nbytes)
-        if target.is_cuda and array.nbytes <= self._ring.slab_bytes:
-            copy_words(target, staged, array.nbytes, self._device)
-        else:
-            self._send(target, staged)
+        self._send(target, staged)
 
     def _send(self, target: Tensor, staged: Tensor) -> None:
         """Copy the staged bytes to the beginning of the target, which is dense."""

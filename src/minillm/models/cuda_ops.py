@@ -46,7 +46,7 @@ _MOST_LAUNCHES = 8192
 
 _FEW_TOKENS = 64
 """Up to so many, kernels are shorter than the gaps between them: then they share the multiprocessors with their
-neighbours. More tokens want L1 for the loads that are under way (q/k norm + rope of 8,192 tokens: 49 against 89 us)."""
+neighbours. More tokens want L1 for the loads that are under way (embedding of 8,192 tokens: 15.5 against 20.6 us)."""
 
 
 class _ThreadLaunches(threading.local):

@@ -2,7 +2,7 @@
 
 ```
 decode rows only   pack rows, tokens, positions, table changes ──one copy──► device
-                   graph of the padded size: prepare_decode, decoder, output head
+                   graph of the padded size: prepare_decode, decoder, output head, flags of what is not finite
 a short prefill    batch as built by CudaBatchBuilder, copied to its place ──► graph of the padded size: decoder
 anything else      batch as built by CudaBatchBuilder ──► the same decoder, launched from here
 ```
@@ -20,7 +20,6 @@ from torch import Tensor
 from minillm.attention.cuda import CudaAttention
 from minillm.attention.cuda_prepare import DecodeBuffers, pack_step
 from minillm.core.plan import StepPlan
-from minillm.memory.cuda_kv_ops import copy_words
 from minillm.models.cuda_decoder import CudaDecoder, DecoderOps, why_not
 from minillm.runner.batch_builder import StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder
@@ -34,14 +33,12 @@ from minillm.runner.step_handle import StepHandle
 logger = logging.getLogger(__name__)
 
 
-REPORT_BYTES = 12
-"""Of a row: its token, whether it could not be sampled, three of padding."""
-
-
-def _report_columns(report: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a step's report, uint8 [REPORT_BYTES * capacity]: tokens int64 and failures bool, [capacity] each."""
-    capacity = len(report) // REPORT_BYTES
-    return report[: 8 * capacity].view(torch.int64), report[8 * capacity : 9 * capacity].view(torch.bool)
+def _report_columns(report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a step's report, uint8 [10 * capacity]: tokens int64, rows that could not be sampled, and rows that are
+    not finite, bool [capacity] both."""
+    capacity = len(report) // 10
+    tokens, failed, not_finite = report.split((8 * capacity, capacity, capacity))
+    return tokens.view(torch.int64), failed.view(torch.bool), not_finite.view(torch.bool)
 
 
 def fused_decoder(model: Any, attention: CudaAttention, ops: DecoderOps | None) -> CudaDecoder | None:
@@ -84,8 +81,8 @@ class CudaForward:
         config = decoder.model.config
         self._logits = torch.empty((capacity, config.vocab_size), dtype=torch.float32, device=where)
         # What the host wants to know of a step, for one copy: tokens, then flags.
-        self._report = torch.zeros(REPORT_BYTES * capacity, dtype=torch.uint8, device=where)
-        self._tokens, self._failed = _report_columns(self._report)
+        self._report = torch.zeros(10 * capacity, dtype=torch.uint8, device=where)
+        self._tokens, self._failed, self._not_finite = _report_columns(self._report)
         self._every_row = torch.arange(capacity, device=where)
 
     def run(self, batch: StepBatch) -> Tensor:
@@ -142,6 +139,7 @@ class CudaForward:
         self.graphs.run(self.graphs.size_for(count), self._decode_rows)
         handle.hidden = self._decode_workspace.hidden[:count]
         handle.logits = self._logits[:count]
+        handle.not_finite = self._not_finite[:count]  # to travel to the host with the tokens
 
     def sample(self, handle: StepHandle, sampler: Sampler) -> bool:
         """Sample a decode step whose rows ask for nothing but a draw, with what is on the device already.
@@ -171,19 +169,9 @@ class CudaForward:
             filtered=kinds.filtered,
         )
         self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
-        host = torch.empty(len(self._report), dtype=torch.uint8, pin_memory=True)
-        copy_words(host, self._report, len(host), self._report.device)
-        tokens, failed = _report_columns(host)
-        handle.tokens, handle.unsampled = tokens[:count], failed[:count]
-        # No mask hides anything here: a row has no finite maximum if and only if its hidden state is not finite.
-        handle.not_finite = handle.unsampled
+        columns = _report_columns(self._device.to_host(self._report))
+        handle.tokens, handle.unsampled, handle.not_finite = (column[:count] for column in columns)
         return True
-
-    def report_not_finite(self, handle: StepHandle) -> None:
-        """Look for rows that are not finite in a decode step that is sampled in another way."""
-        assert handle.hidden is not None
-        flags = torch.empty(len(handle.hidden), dtype=torch.bool, device=handle.hidden.device)
-        handle.not_finite = self._device.to_host(flag_not_finite(handle.hidden, flags))
 
     def warm_up(self) -> None:
         """Capture decode steps of all sizes ahead of their use. Writes slot 0, and row 0's part of the block tables."""
@@ -222,3 +210,4 @@ class CudaForward:
             buffers.input_ids[:size], buffers.positions[:size], context, self._decode_workspace
         )
         self._decoder.compute_logits(hidden, self._logits[:size])
+        flag_not_finite(hidden, self._not_finite[:size])

@@ -39,7 +39,7 @@ Capture = Callable[[Callable[[], None]], Graph]
 
 
 def padded_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows to pad decode steps to, ascending, the last one at least `max_rows`.
+    """Numbers of rows to pad decode steps to, ascending, the last one `max_rows`: kernels have room for no more.
 
     Fine where a product's time follows its rows, 16 apart up to 64, then 32 and 64: a padded row costs hardly more
     than its share of the norms, since it has no keys to read and weights are read once for all rows.
@@ -47,7 +47,7 @@ def padded_sizes(max_rows: int) -> list[int]:
     sizes = [1]
     while sizes[-1] < max_rows:
         last = sizes[-1]
-        sizes.append(last + min(last, 16 if last < 64 else 32 if last < 256 else 64))
+        sizes.append(min(max_rows, last + min(last, 16 if last < 64 else 32 if last < 256 else 64)))
     return sizes
 
 

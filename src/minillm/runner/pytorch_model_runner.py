@@ -475,8 +475,8 @@ class PyTorchModelRunner:
         self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
         self.sampler.state.append(batch.sampling_rows, tokens)
         handle.tokens, handle.unsampled = self._device.to_host(tokens), self._device.to_host(unsampled)
-        if handle.logits is not None and self.cuda_forward is not None:
-            self.cuda_forward.report_not_finite(handle)
+        if handle.logits is not None and handle.not_finite is not None:
+            handle.not_finite = self._device.to_host(handle.not_finite)
 
     def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
         """float32 [R, vocab_size] of the sampling rows; a token that several rows sample goes through the head once."""

@@ -27,7 +27,8 @@ class StepHandle:
     logits: Tensor | None = None
     """float32 [R, vocab_size] where the forward pass made them too."""
     not_finite: Tensor | None = None
-    """bool [T] on the host: tokens whose hidden state is not finite, which `collect` fails."""
+    """bool [T] on the host (until sampling maybe on the device): tokens whose hidden state is not finite, which
+    `collect` fails."""
     prompt_logprobs: list[tuple[PrefillChunk, list[LogprobTensors]]] = field(default_factory=list)
     tokens: Tensor | None = None
     """int64 [R] on the host, once sampled; `unsampled` bool [R] marks rows for which no token could be."""
