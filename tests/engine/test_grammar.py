@@ -273,6 +273,9 @@ def multiplied(levels: int, keyword: str) -> dict[str, Any]:
 
 HOSTILE = {
     "nested allOf": StructuredOutputs(json=multiplied(12, "allOf")),
+    "a forced text without end": StructuredOutputs(regex="a{100000000}"),
+    "whitespace without end": StructuredOutputs(json_object=True, whitespace_pattern="(a{1000}){1000}{1000}"),
+    "wide from the first byte": StructuredOutputs(regex=".*" * 5000),
     "nested anyOf": StructuredOutputs(json=multiplied(12, "anyOf")),
     "nested oneOf": StructuredOutputs(json=multiplied(6, "oneOf")),
     "many properties": StructuredOutputs(json={"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}),

@@ -318,7 +318,9 @@ def _checked_grammar(spec: StructuredOutputs) -> dict[str, str]:
     """
     kind = "json" if spec.json_object else spec.kind
     request: dict[str, Any] = {"kind": kind, "text": _text(spec), "options": _json_options(spec)}
-    if spec.json_object or spec.choice is not None or (spec.json is not None and is_plain(json.loads(str(spec.json)))):
+    is_small = spec.json_object or spec.choice is not None
+    is_small = is_small or (spec.json is not None and is_plain(json.loads(str(spec.json))))
+    if is_small and spec.whitespace_pattern is None:
         return {"grammar": grammar_check.make_grammar(**request)}
     return _run_check(request)
 

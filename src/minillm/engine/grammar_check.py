@@ -19,6 +19,7 @@ from typing import Any
 CPU_SECONDS = 2
 MEMORY_BYTES = 512 << 20
 """Address space beyond what the started interpreter has."""
+TRIED_BYTES = 8
 
 
 def make_grammar(kind: str, text: str, options: Any) -> str:
@@ -44,14 +45,34 @@ def make_grammar(kind: str, text: str, options: Any) -> str:
 
 def check(request: dict[str, Any]) -> dict[str, str]:
     """The answer to one request."""
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     try:
         grammar = make_grammar(request["kind"], request["text"], request["options"])
     except ValueError as error:
         return {"error": str(error)}
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(**request["limits"]))
-    return {"grammar": grammar, "error": messages[0]} if is_error else {"grammar": grammar}
+    limits = LLParserLimits(**request["limits"])
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    if is_error:
+        return {"grammar": grammar, "error": messages[0]}
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    for share in (0.0, 0.5, 1.0):
+        _try_out(matcher.deep_copy(), share)
+    return {"grammar": grammar}
+
+
+def _try_out(matcher: Any, share: float) -> None:
+    """Mask the first few bytes: what is valid can still cost minutes and gigabytes at its first use (`a{100000000}`,
+    or `.*` some thousands of times). `share` says which of the allowed bytes is taken. Errors are the engine's to
+    report: here only the work counts.
+    """
+    for _ in range(TRIED_BYTES):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+        if not allowed or not matcher.consume_token(allowed[int(share * (len(allowed) - 1))]):
+            return
 
 
 def _limit_resources() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minillm.core.errors import ConfigError
 from minillm.server.config import ServerConfig
@@ -32,6 +32,7 @@ from minillm.server.state import ServerState
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from uvicorn._types import ASGI3Application
 
 logger = logging.getLogger("minillm.server")
 
@@ -46,15 +47,39 @@ loop share it, and Python's default of 5 ms is half a decode step."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the size of headers, and errors as JSON."""
+    """uvicorn's protocol with a bound on the size of headers, errors as JSON, and an end for pipelined requests too:
+    of those uvicorn would tell only the last one that the client has gone."""
 
     _header_bytes = 0
     _in_headers = True
+    _running: RequestResponseCycle | None = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """The next request in line is served."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone, or was told to."""
+        self._abandon()
+        super().connection_lost(exc)
+
+    def _abandon(self) -> None:
+        """Nobody reads what handlers still write."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         """A request begins."""
         self._in_headers, self._header_bytes = True, 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers, which nobody reads and nothing bounds, are dropped."""
+        if self._in_headers:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Its headers are over."""
@@ -74,6 +99,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(400, msg, code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
+        """Answer and close. A whole request before has its answer first, and then the connection ends without this."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:
+                cycle.keep_alive = False
+                return
+            self._abandon()  # the error is in its body, for which its handler waits
+            if cycle.response_started or self.pipeline:
+                self.transport.close()
+                return
         body = error.body()
         head = (
             f"HTTP/1.1 {error.status} {'Bad Request' if error.status == 400 else 'Request Header Fields Too Large'}\r\n"
