@@ -58,6 +58,6 @@ def test_saved_rows_become_a_table_verdicts_figures_and_a_plot(tmp_path: Path) -
 
 def test_measuring_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    with pytest.raises(ConfigError, match="CUDA"):
         app(["bench", "sampling", "--output", str(tmp_path / "sampling.csv")], standalone_mode=False)
     assert not list(tmp_path.iterdir())

@@ -146,5 +146,5 @@ def test_prompt_is_taken_literally_after_a_double_dash(cli, runtime, text: str) 
 
 def test_without_a_seed_each_run_gives_another_answer(monkeypatch) -> None:
     monkeypatch.setattr("minillm.models.default_model.resolve_model", lambda *_: None)
-    monkeypatch.setattr("minillm.engine.runtime.Runtime", lambda config: config)
+    monkeypatch.setattr("minillm.engine.runtime.Runtime", lambda config, observer: config)
     assert session.open_runtime({}).seed is None

@@ -22,6 +22,7 @@ from minillm.core.errors import MiniLLMError
 if TYPE_CHECKING:
     from rich.table import Table
 
+CPU_TIME = "CPU time"
 RESULTS = Path("benchmarks/results")
 """Where results go, relative to the working directory."""
 
@@ -45,6 +46,11 @@ def commit() -> str:
         return described.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return package_version("minillm-runtime")
+
+
+def clock_name(cpu_time: bool) -> str:
+    """What the column `clock` says."""
+    return CPU_TIME if cpu_time else "wall"
 
 
 def package_version(name: str) -> str:

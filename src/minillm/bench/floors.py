@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,10 @@ class Limits:
     flops_per_second: float
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Measure both. A copy counts bytes read plus bytes written: reading alone can be no faster than that."""
+def measure_limits(device: torch.device, dtype: torch.dtype, *, cpu_time: bool = False) -> Limits:
+    """Measure both, on a CPU in its time if so asked. A copy counts bytes read plus bytes written: reading alone can be
+    no faster than that.
+    """
     if device.type == "cuda":
         from minillm.bench.timing import measure_ceilings
 
@@ -38,19 +40,20 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
         return Limits(ceilings.copy_gbps * 1e9, ceilings.matmul_tflops * 1e12)
     source = torch.empty(CPU_COPY_BYTES, dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source)
-    copy = _seconds(lambda: target.copy_(source))
+    clock = time.process_time if cpu_time else time.perf_counter
+    copy = _seconds(lambda: target.copy_(source), clock)
     a, b = (torch.randn(CPU_MATMUL_SIZE, CPU_MATMUL_SIZE).to(dtype) for _ in range(2))
-    product = _seconds(lambda: torch.mm(a, b))
+    product = _seconds(lambda: torch.mm(a, b), clock)
     return Limits(2 * CPU_COPY_BYTES / copy, 2 * CPU_MATMUL_SIZE**3 / product)
 
 
-def _seconds(call: Any, repeats: int = 7) -> float:
+def _seconds(call: Any, clock: Callable[[], float], repeats: int = 7) -> float:
     call()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return statistics.median(times)
 
 

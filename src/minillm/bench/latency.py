@@ -40,6 +40,7 @@ class Options:
     output: int = 33
     repeats: int = 5
     seed: int = 0
+    cpu_time: bool = False
 
 
 def measure(options: Options, progress: Callable[[str], None] = print) -> list[dict[str, Any]]:
@@ -50,7 +51,7 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
     most = options.context + _outputs(options, batch, budget)
     longest = max(max(options.prompts) + 1, most)
     blocks = batch * (-(-most // 16) + 1) + -(-longest // 16)
-    limits = floors.measure_limits(model.decoder.device, model.decoder.dtype)
+    limits = floors.measure_limits(model.decoder.device, model.decoder.dtype, cpu_time=options.cpu_time)
     progress(f"ceilings: {limits.bytes_per_second / 1e9:,.1f} GB/s, {limits.flops_per_second / 1e12:,.2f} TFLOP/s")
     with open_target(
         model,
@@ -59,6 +60,7 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
         max_model_len=longest,
         num_gpu_blocks_override=blocks,
         swap_space=0.0,
+        cpu_time=options.cpu_time,
     ) as target:
         common_columns = {
             "model": target.name,
@@ -67,6 +69,7 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
             "matmul_tflops": round(limits.flops_per_second / 1e12, 4),
             "repeats": options.repeats,
             "seed": options.seed,
+            "clock": common.clock_name(options.cpu_time),
             **common.environment(target.device_name),
         }
         warm_up(target, requests=min(4, batch), prompt=options.context, output=4)

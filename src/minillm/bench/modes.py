@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -159,9 +158,8 @@ def _measure_workload(
     targets: dict[str, Target] = {}
     try:
         for mode in MODES:
-            targets[mode] = open_target(model, **_engine_options(mode, options, load, pools[mode]))
-            if options.cpu_time:
-                targets[mode].engine.clock = time.process_time
+            changes = _engine_options(mode, options, load, pools[mode])
+            targets[mode] = open_target(model, cpu_time=options.cpu_time, **changes)
             warm_up(targets[mode])
         first = targets["static"]
         where = common.environment(first.device_name) | {"model": first.name, "dtype": first.dtype}
@@ -226,7 +224,7 @@ def _row(
     return {
         **where,
         "seed": options.seed,
-        "clock": "CPU time" if options.cpu_time else "wall",
+        "clock": common.clock_name(options.cpu_time),
         "lengths": load.name,
         "mode": mode,
         "repeat": repeat,
@@ -302,7 +300,7 @@ def tables(rows: Rows) -> dict[str, Cells]:
         title = (
             f"{model}, {lengths} outputs, {first['requests']} requests, batch {first['batch']}; steps by lengths: "
             f"static {static}, continuous {ideal}, bound {static / ideal:.2f}x\n"
-            f"{provenance(rows, first['dtype'], first['clock'])}"
+            f"{provenance(rows, first['dtype'])}"
         )
         made[title] = (columns, lines)
     return made
@@ -323,13 +321,15 @@ def verdicts(rows: Rows) -> list[common.Verdict]:
                     gain >= SHARE_OF_BOUND * bound,
                 )
             )
-        swap, recompute, auto = (median(modes[mode], "output_tok_per_s") for mode in ("swap", "recompute", "auto"))
-        better = max(("swap", swap), ("recompute", recompute), key=lambda pair: pair[1])
+        rates = {mode: median(modes[mode], "output_tok_per_s") for mode in PRESSURED}
+        better = max(("swap", "recompute"), key=rates.__getitem__)
+        share = paired(modes["auto"], modes[better])
+        found_rates = ", ".join(f"{mode} {rate:.1f}" for mode, rate in rates.items())
         found.append(
             common.Verdict(
                 f"{model}, {lengths}: auto is within {NOISE:.0%} of the better of swap and recompute, or ahead of it",
-                f"{auto:.1f} tok/s; {better[0]} is the better one: {swap:.1f} swap, {recompute:.1f} recompute",
-                auto >= (1 - NOISE) * better[1],
+                f"{share:.3f} times {better}, round by round; tok/s: {found_rates}",
+                share >= 1 - NOISE,
             )
         )
     return found

@@ -39,6 +39,7 @@ class Options:
     max_num_seqs: int = 256
     repeats: int = 1
     seed: int = 0
+    cpu_time: bool = False
 
 
 def workload_of(options: Options) -> Workload:
@@ -60,6 +61,7 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> tuple[
         max_num_seqs=min(options.max_num_seqs, options.requests),
         max_model_len=longest,
         max_num_batched_tokens=None if options.device == "cpu" else 8192,
+        cpu_time=options.cpu_time,
     ) as target:
         where = common.environment(target.device_name)
         warm_up(target, requests=min(8, target.config.max_num_seqs), prompt=32, output=8)
@@ -76,6 +78,7 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> tuple[
                     "prompt_tokens": sum(workload.prompt_tokens()),
                     "repeat": repeat,
                     "seed": options.seed,
+                    "clock": common.clock_name(options.cpu_time),
                     **result.figures(),
                     **where,
                 }

@@ -96,7 +96,10 @@ class Program:
     def remember(self, rows: Rows, path: Path = history.HISTORY) -> list[Entry]:
         """Append the headline figures to the history."""
         seed = int(rows[0].get("seed") or 0)
-        return history.append(self.name, self.settings(rows), self.figures(rows), rows[0], seed=seed, path=path)
+        settings = self.settings(rows)
+        if rows[0].get("clock") == common.CPU_TIME:
+            settings = f"{settings}, {common.CPU_TIME}"
+        return history.append(self.name, settings, self.figures(rows), rows[0], seed=seed, path=path)
 
 
 PROGRAMS = {
@@ -141,9 +144,11 @@ def command(rows: Sequence[Mapping[str, str]], program: str) -> str:
 
 
 def provenance(rows: Sequence[Mapping[str, str]], *more: str) -> str:
-    """'device (N cores), commit, date', and what else is given, for under a title."""
+    """'device (N cores), commit, date', with what else is given and the clock if it is CPU time, for under a title."""
     row = rows[0]
-    return ", ".join([f"{row['device']} ({row['cores']} cores)", *more, f"commit {row['commit']}", row["date"]])
+    clock = [common.CPU_TIME] if row.get("clock") == common.CPU_TIME else []
+    where = f"{row['device']} ({row['cores']} core{'s' if row['cores'] != '1' else ''})"
+    return ", ".join([where, *more, *clock, f"commit {row['commit']}", row["date"]])
 
 
 def source(rows: Sequence[Mapping[str, str]]) -> str:

@@ -56,8 +56,10 @@ def write(folder: Path, output: Path) -> list[str]:
     entries = history.read(folder / "history.csv")
     parts = ["# Benchmark report", METHOD, _environments(found), _headlines(found)]
     titles = []
+    explained: set[str] = set()
     for results in found:
-        parts.append(_section(results, output.parent))
+        parts.append(_section(results, output.parent, explain=results.program.name not in explained))
+        explained.add(results.program.name)
         titles.append(results.title)
     if entries:
         parts.append(_history(entries, folder, output.parent))
@@ -96,9 +98,10 @@ def _headlines(found: Sequence[Results]) -> str:
     return "## Headline figures\n\n" + common.markdown_table(["program", "figure", "value", "unit", ""], lines)
 
 
-def _section(results: Results, beside: Path) -> str:
+def _section(results: Results, beside: Path, *, explain: bool) -> str:
+    """One file's section; `explain` puts what the program measures in front."""
     program, shown = results.program, results.shown
-    about = [] if program.label(results.path) else [program.about]
+    about = [program.about] if explain else []
     parts = [f"## {results.title}", *about, f"`{command(shown.rows, program.name)}`, {shown.rows[0]['date']}."]
     for title, (columns, cells) in shown.tables.items():
         first, *more = title.splitlines()

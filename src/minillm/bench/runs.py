@@ -85,11 +85,14 @@ class Target:
         return self.engine.scheduler.config
 
 
-def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None, **options: Any) -> Target:
+def open_target(
+    model: str | Any, *, tokenizer: Any = None, progress: Any = None, cpu_time: bool = False, **options: Any
+) -> Target:
     """An engine for `model`: a name as `minillm generate` takes it, `random:NAME`, or a model loaded before.
 
     `options` are fields of :class:`EngineConfig`. A loaded model is shared, not copied: pass the same one to several
-    targets to compare settings without loading it again.
+    targets to compare settings without loading it again. With `cpu_time` the clock is the CPU time of this process: for
+    a machine that others use, and closed loops (nothing else may be waited for), with one thread.
     """
     from minillm.engine.devices import resolve_device
     from minillm.engine.factory import build_engine
@@ -109,6 +112,8 @@ def open_target(model: str | Any, *, tokenizer: Any = None, progress: Any = None
     recorder.scheduler, recorder.engine = parts.engine.scheduler, parts.engine
     runner = parts.engine.runner
     assert isinstance(runner, PyTorchModelRunner)
+    if cpu_time:
+        parts.engine.clock = time.process_time
     clock = parts.engine.clock
     info = parts.model_info
     spec = runner.cache.spec

@@ -41,6 +41,7 @@ class Options:
     output: int = 32
     repeats: int = 5
     seed: int = 0
+    cpu_time: bool = False
 
 
 class BatchError(MiniLLMError):
@@ -80,6 +81,7 @@ def _measure_dtype(options: Options, dtype: str, progress: Callable[[str], None]
                         "output": options.output,
                         "repeat": repeat,
                         "seed": options.seed,
+                        "clock": common.clock_name(options.cpu_time),
                         "seconds": round(result.seconds, 6),
                         "output_tok_per_s": round(result.throughput, 2),
                         "ttft_ms": round(1e3 * statistics.fmean(r.ttft for r in result.requests), 4),
@@ -107,6 +109,7 @@ def _target(model: LoadedModel, options: Options, batch: int) -> Target:
         num_gpu_blocks_override=batch * (-(-longest // 16) + 1),
         swap_space=0.0,
         enable_prefix_caching=False,
+        cpu_time=options.cpu_time,
     )
 
 

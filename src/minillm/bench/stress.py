@@ -216,9 +216,9 @@ def open_targets(options: Options) -> dict[Setting, Target]:
     targets = {}
     for setting in settings(options):
         changes = engine_options(setting, options.num_blocks)
-        targets[setting] = open_target(model, tokenizer=tokenizer, device=options.device, **changes)
-        if options.cpu_time:
-            targets[setting].engine.clock = time.process_time
+        targets[setting] = open_target(
+            model, tokenizer=tokenizer, device=options.device, cpu_time=options.cpu_time, **changes
+        )
         warm_up(targets[setting])
     return targets
 
@@ -240,7 +240,7 @@ def measure(
         target = targets[order[0]]
         where = common.environment(target.device_name)
         where |= {"model": target.name, "dtype": target.dtype, "seed": str(options.seed)}
-        where |= {"clock": "CPU time" if options.cpu_time else "wall"}
+        where |= {"clock": common.clock_name(options.cpu_time)}
         for name in ("model", "dtype", "clock", "device", "cores", "torch") if done else ():
             if str(done[0][name]) != str(where[name]):
                 raise ConfigError(f"the saved rounds have {name}={done[0][name]}, not {where[name]}")

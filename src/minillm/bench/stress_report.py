@@ -338,8 +338,7 @@ def markdown(rows: Rows, picture: str) -> str:
         f"share {row['num_blocks']} blocks of 16 tokens; at most six are active and two swapped out. Each fits alone. "
         f"{rounds} rounds after a warm-up, each a random order of the same requests that every setting runs; medians, "
         "with 95 % bootstrap intervals over whole rounds.",
-        f"{provenance(rows, row['model'], row['dtype'], row.get('clock', 'wall'))}\n\n"
-        f"```\n{command(rows, 'stress')}\n```",
+        f"{provenance(rows, row['model'], row['dtype'])}\n\n```\n{command(rows, 'stress')}\n```",
         *([probe] if probe else []),
         f"![throughput, attribution, active batch]({picture})",
         *story(rows),

@@ -31,6 +31,10 @@ Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats, after a warm-u
 Model = Annotated[
     str, typer.Option("--model", "-m", help="As for `minillm generate`, or random:tiny (random weights, made here).")
 ]
+CpuTime = Annotated[
+    bool,
+    typer.Option("--cpu-time", help="Measure CPU time of this process: on a machine that others use, with one thread."),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and small sizes: a check that everything runs.")]
 
 

@@ -10,6 +10,7 @@ import typer
 from minillm.cli import console
 from minillm.cli.bench_frame import (
     RESULTS,
+    CpuTime,
     Device,
     DType,
     FromCSV,
@@ -23,11 +24,6 @@ from minillm.cli.bench_frame import (
 )
 from minillm.cli.options import with_options
 from minillm.core.errors import ConfigError
-
-_CpuTime = Annotated[
-    bool,
-    typer.Option("--cpu-time", help="Measure CPU time of this process: on a machine that others use, with one thread."),
-]
 
 
 @bench_app.command("modes")
@@ -48,7 +44,7 @@ def modes(
         float, typer.Option(help="Pool of the modes under pressure: share of what the batch needs at its longest.")
     ] = 0.5,
     repeats: Repeats = 5,
-    cpu_time: _CpuTime = False,
+    cpu_time: CpuTime = False,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plots go beside it.")] = RESULTS / "modes.csv",
     from_csv: FromCSV = None,
@@ -103,7 +99,7 @@ def stress(
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which no further round begins.", show_default=False)
     ] = None,
-    cpu_time: _CpuTime = False,
+    cpu_time: CpuTime = False,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; plot and page go beside it.")] = RESULTS
     / "stress.csv",

@@ -11,6 +11,7 @@ import typer
 from minillm.cli import console
 from minillm.cli.bench_frame import (
     RESULTS,
+    CpuTime,
     Device,
     DType,
     FromCSV,
@@ -57,6 +58,7 @@ def static(
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 64,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 32,
     repeats: Repeats = 5,
+    cpu_time: CpuTime = False,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "static.csv",
     from_csv: FromCSV = None,
@@ -76,6 +78,7 @@ def static(
             output=output_tokens,
             repeats=repeats,
             seed=seed,
+            cpu_time=cpu_time,
         )
         rows = bench.measure(options, console.info)
     publish(bench.PROGRAM, output, rows, from_csv)
@@ -96,6 +99,7 @@ def offline(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")] = 256,
     repeats: Repeats = 1,
+    cpu_time: CpuTime = False,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "offline.csv",
     from_csv: FromCSV = None,
@@ -118,6 +122,7 @@ def offline(
             max_num_seqs=max_num_seqs,
             repeats=repeats,
             seed=seed,
+            cpu_time=cpu_time,
         )
         rows, last = bench.measure(options, console.info)
         common.write_csv(bench.curve_path(output), bench.curve_rows(last))
@@ -140,6 +145,7 @@ def latency(
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=3, help="Steps that decode a whole batch.")] = 33,
     repeats: Repeats = 5,
+    cpu_time: CpuTime = False,
     seed: Seed = 0,
     output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "latency.csv",
     from_csv: FromCSV = None,
@@ -161,6 +167,7 @@ def latency(
             output=output_tokens,
             repeats=repeats,
             seed=seed,
+            cpu_time=cpu_time,
         )
         rows = bench.measure(options, console.info)
     publish(bench.PROGRAM, output, rows, from_csv)
