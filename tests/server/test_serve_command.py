@@ -114,6 +114,46 @@ def test_a_stream_that_runs_gets_its_end(signals: tuple[int, ...]) -> None:
         assert "shutting_down" in lines[-2] or '"finish_reason":"length"' in lines[-2]
 
 
+def gauges(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics", timeout=TIME).text
+    return {
+        name: float(value) for name, value in re.findall(r"^vllm:(num_requests_\w+){[^}]*} (\S+)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.integration
+def test_two_stream_one_is_swapped_three_wait_and_sigterm_ends_all() -> None:
+    """The pool holds two of three sequences to their ends: one is swapped out, and the queue behind it waits."""
+    grace = 1.0
+    pool = (
+        "--num-gpu-blocks-override",
+        "70",
+        "--max-num-seqs",
+        "3",
+        "--preemption-mode",
+        "swap",
+        "--swap-space",
+        "0.1",
+    )
+    fields = {"prompt": "The sea " * 100, "max_tokens": 700, "ignore_eos": True, "stream": True}
+    with serve(*pool, "--no-enable-prefix-caching", "--grace", str(grace)) as server:
+        streams = [stream_in_thread(server.url, fields) for _ in range(3)]
+        calls = [stream_in_thread(server.url, {**fields, "stream": i > 0}) for i in range(3)]
+        end = time.monotonic() + TIME
+        while (seen := gauges(server.url))["num_requests_swapped"] != 1 or seen["num_requests_running"] != 2:
+            assert time.monotonic() < end, seen
+        assert seen["num_requests_waiting"] >= 3
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        begin = time.monotonic()
+        server.end(signal.SIGTERM, within=20.0)
+        print(f"ended {time.monotonic() - begin:.2f} s after SIGTERM, grace {grace} s")
+        assert server.process.returncode == 0
+        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+        for thread, lines in [*streams, *calls]:
+            thread.join(TIME)
+            assert lines and (lines[-1] == "data: [DONE]" or "shutting_down" in lines[-1]), lines[-3:]
+
+
 def test_a_port_that_is_taken_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
