@@ -161,6 +161,8 @@ def test_without_eos_the_output_goes_on_as_long_as_it_can(toy: GrammarCompiler) 
 def test_the_empty_output_is_ended_by_an_eos(toy: GrammarCompiler) -> None:
     spec = StructuredOutputs(grammar='start: ""')
     assert generate(toy, spec, 1) == generate(toy, spec, 1, may_end=False) == ("", "eos")
+    assert toy.compile(spec).only_empty
+    assert not toy.compile(StructuredOutputs(regex="a?")).only_empty
 
 
 def test_a_token_that_does_not_fit_breaks_the_matcher(toy: GrammarCompiler) -> None:

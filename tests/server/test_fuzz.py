@@ -54,3 +54,10 @@ def test_a_pipelining_client_that_goes_cancels_what_runs() -> None:
         eventually(lambda: server.runtime.stats().running == 0, "the stream was cancelled")
         assert server.runtime._engine.runner.calls["forward"] < 100
         assert server.http.get("/health").status_code == 200
+
+
+def test_a_form_that_is_empty_and_a_least_length_exclude_each_other() -> None:
+    fields = {"prompt": "abc", "max_tokens": 3, "structured_outputs": {"grammar": "root ::="}}
+    with serving() as server:
+        answer = server.http.post("/v1/completions", json={**fields, "min_tokens": 2})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")

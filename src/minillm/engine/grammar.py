@@ -139,7 +139,9 @@ class GrammarCompiler:
         try:
             grammar = CompiledGrammar(answer["grammar"], vocabulary, self.vocab_size, self.eos_token_ids)
             # The first mask shows what the check cannot see (nothing fits), and warms the lexer up.
-            grammar.matcher([]).fill(np.zeros(mask_words(self.vocab_size), dtype=np.int32))
+            first = np.zeros(mask_words(self.vocab_size), dtype=np.int32)
+            grammar.matcher([]).fill(first)
+            grammar.only_empty = not (first & ~_bits(self.eos_token_ids, self.vocab_size)).any()
         except GrammarError as error:
             return str(error)
         return grammar
@@ -159,6 +161,8 @@ class CompiledGrammar:
         self.vocab_size = vocab_size
         self.tables = 0
         """Number of the lexer tables in use; see :meth:`renew_tables`."""
+        self.only_empty = False
+        """Whether the empty output is the only one."""
         self._grammar = grammar
         self.vocabulary = vocabulary
         self._eos_bits = _bits(eos_token_ids, vocab_size)

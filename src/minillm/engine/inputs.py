@@ -153,6 +153,10 @@ class InputProcessor:
             request.grammar = None
         elif request.grammar is None or not self.grammars.has_made(request.grammar):
             request.grammar = self.grammars.compile(spec)
+        min_tokens = request.sampling_params.min_tokens
+        if min_tokens and request.grammar is not None and request.grammar.only_empty:
+            rule = "structured_outputs allows the empty output only"
+            raise InvalidParameterError("min_tokens", min_tokens, rule)
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """A stop string that spells a special token never shows up in text that skips those: stop by its id."""
