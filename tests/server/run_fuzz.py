@@ -1,6 +1,6 @@
 """Fuzz: malformed and extreme requests, against a server in its own process.
 
-    PYTHONPATH=src python tests/server/run_fuzz.py --count 17000 --documented 3000
+    PYTHONPATH=src python tests/server/run_fuzz.py --count 17000 --documented 3300
 
 No answer may be a 5xx, every connection has its answer or its end in time, a normal request has its right answer after
 each 1,000, and afterwards the engine is idle as before. `--first` goes on elsewhere; `--show N` prints request N.
@@ -305,7 +305,7 @@ def main() -> int:
     """Command line; exit code 1 for any fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=17_000, help="own mutations")
-    parser.add_argument("--documented", type=int, default=3000, help="cases from the OpenAPI document")
+    parser.add_argument("--documented", type=int, default=3300, help="cases from the OpenAPI document")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--show", type=int, help="print this mutation and end")
