@@ -35,7 +35,7 @@ def device(request) -> str:
 def make(device: str, model: Any = None, **options: Any) -> Loop:
     runner_options = options.pop("runner_options", {})
     if device == "cpu":
-        runner_options = {"kernels": ReferenceKernels(), "ops": ReferenceOps(few=4), **runner_options}
+        runner_options = {"kernels": ReferenceKernels(), "ops": ReferenceOps(few=4, some=8, rest=16), **runner_options}
     model = model if model is not None else decoder_of(tiny_reference(), device=device)
     return Loop(model, device=device, runner_options=runner_options, **options)
 

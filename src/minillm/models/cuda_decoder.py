@@ -16,7 +16,8 @@ per layer   x    = rms_norm(residual += x)                     add_rms_norm
 hidden = rms_norm(residual += x)
 ```
 For a few tokens a product is bound by the bytes of its weight, and launches count: then matrix-vector kernels take the
-norm in front and the activation or the residual behind into the product, five launches a layer.
+norm in front and the activation or the residual behind into the product, five launches a layer. For some ten to some
+hundred tokens products take what is behind them, eight launches a layer.
 
 Nothing is allocated and nothing waits, so a step can be captured in a CUDA graph.
 """
@@ -24,7 +25,7 @@ Nothing is allocated and nothing waits, so a step can be captured in a CUDA grap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 MAX_HIDDEN_BYTES = 1 << 16
 """Of a row of hidden states: what the norm's thread block holds in registers."""
+
+_MOST_SIZES = 1024
+"""Step sizes whose products are remembered."""
 
 
 class DecoderOps(Protocol):
@@ -107,6 +111,25 @@ class DecoderOps(Protocol):
         """Whether `small_linear` takes x [rows, k] with n outputs (gated: n pairs of weight rows)."""
         ...
 
+    def batch_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """As `small_linear`, of more rows and without a norm."""
+        ...
+
+    def supports_batch_linear(
+        self, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False
+    ) -> bool:
+        """Whether `batch_linear` takes x [rows, k] with n outputs (gated: n pairs of weight rows)."""
+        ...
+
 
 class WrittenAttention(Protocol):
     """Attention over pages that this step's keys and values have been written to already."""
@@ -155,6 +178,15 @@ class _Layer:
         self.k_norm = None if layer.k_norm is None else layer.k_norm.weight
         self.qkv, self.output = _Product.of(layer.qkv), _Product.of(layer.output)
         self.gate_up, self.down = _Product.of(layer.gate_up), _Product.of(layer.down)
+
+
+class _BatchProducts(NamedTuple):
+    """Which of a layer's products `batch_linear` takes."""
+
+    qkv: bool
+    output: bool
+    gate_up: bool
+    down: bool
 
 
 class Workspace:
@@ -245,6 +277,7 @@ class CudaDecoder:
         self._eps = config.rms_norm_eps
         self._head = _Product.of(model.head)
         self._wide_logits = model.device.type == "cuda"  # torch has such products on a GPU alone
+        self._batch_products: dict[int, _BatchProducts] = {}
 
     def workspace(self, capacity: int) -> Workspace:
         """Memory for steps of up to `capacity` tokens."""
@@ -260,8 +293,10 @@ class CudaDecoder:
         tokens = len(input_ids)
         views = workspace.first(tokens)
         self._ops.embed(input_ids, self.model.embedding, views.residual)
-        run = self._few_tokens if self._is_few(tokens) else self._many_tokens
-        last = run(positions, attention, views)
+        if self._is_few(tokens):
+            last = self._few_tokens(positions, attention, views)
+        else:
+            last = self._many_tokens(positions, attention, views, self._products_of(tokens))
         self._ops.add_rms_norm(last, views.residual, self.model.norm.weight, self._eps, views.hidden)
         return views.hidden
 
@@ -297,6 +332,23 @@ class CudaDecoder:
         supports = self._ops.supports_small_linear
         return supports(tokens, n, weight.shape[1], weight.dtype, weight.device, gated=gated, norm=norm)
 
+    def _products_of(self, tokens: int) -> _BatchProducts:
+        """The products of a step that go through `batch_linear`; looked up for every step, so kept by size."""
+        found = self._batch_products.get(tokens)
+        if found is None:
+            layer, supports = self._layers[0], self._ops.supports_batch_linear
+
+            def takes(product: _Product, *, gated: bool = False) -> bool:
+                (n, k), dtype, device = product.weight.shape, product.weight.dtype, product.weight.device
+                return supports(tokens, n // 2 if gated else n, k, dtype, device, gated=gated)
+
+            found = _BatchProducts(
+                takes(layer.qkv), takes(layer.output), takes(layer.gate_up, gated=True), takes(layer.down)
+            )
+            if len(self._batch_products) < _MOST_SIZES:
+                self._batch_products[tokens] = found
+        return found
+
     def _rotate_and_attend(
         self, index: int, layer: _Layer, positions: Tensor, attention: WrittenAttention, views: _Views
     ) -> None:
@@ -316,21 +368,37 @@ class CudaDecoder:
         )
         attention.attend_written(index, q, views.attended.view(self._heads_shape))
 
-    def _many_tokens(self, positions: Tensor, attention: WrittenAttention, views: _Views) -> Tensor | None:
+    def _many_tokens(
+        self, positions: Tensor, attention: WrittenAttention, views: _Views, products: _BatchProducts
+    ) -> Tensor | None:
         """All layers; returns what is still to be added to the residual."""
-        ops, eps, residual, hidden, branch = self._ops, self._eps, views.residual, views.hidden, views.branch
+        ops, eps, residual, hidden = self._ops, self._eps, views.residual, views.hidden
         last = None
         for index, layer in enumerate(self._layers):
             ops.add_rms_norm(last, residual, layer.input_norm, eps, hidden)
-            layer.qkv(hidden, views.qkv)
+            if products.qkv:
+                ops.batch_linear(hidden, layer.qkv.weight, out=views.qkv, bias=layer.qkv.bias)
+            else:
+                layer.qkv(hidden, views.qkv)
             self._rotate_and_attend(index, layer, positions, attention, views)
-            layer.output(views.attended, branch)
-            ops.add_rms_norm(branch, residual, layer.post_attention_norm, eps, hidden)
-            layer.gate_up(hidden, views.gate_up)
-            ops.silu_and_mul(views.gate_up, views.activated)
-            layer.down(views.activated, branch)
-            last = branch
+            last = self._add(layer.output, views.attended, views, products.output)
+            ops.add_rms_norm(last, residual, layer.post_attention_norm, eps, hidden)
+            if products.gate_up:
+                gate_up = layer.gate_up
+                ops.batch_linear(hidden, gate_up.weight, out=views.activated, bias=gate_up.bias, gated=True)
+            else:
+                layer.gate_up(hidden, views.gate_up)
+                ops.silu_and_mul(views.gate_up, views.activated)
+            last = self._add(layer.down, views.activated, views, products.down)
         return last
+
+    def _add(self, product: _Product, x: Tensor, views: _Views, batched: bool) -> Tensor | None:
+        """Add a product to the residual, or return it for the norm behind it to add."""
+        if batched:
+            self._ops.batch_linear(x, product.weight, bias=product.bias, residual=views.residual)
+            return None
+        product(x, views.branch)
+        return views.branch
 
     def _few_tokens(self, positions: Tensor, attention: WrittenAttention, views: _Views) -> Tensor | None:
         """The same where the weights' bytes are what a product costs."""

@@ -1,0 +1,250 @@
+"""Products of a decode batch on a Hopper GPU: some ten to some hundred rows (``batch_linear_sm90.cu``).
+
+In between, neither of the others is good: a matrix-vector kernel reads a weight once per eight rows, and a library's
+product is three times as long as its bytes take where a weight is a few megabytes, starts only when the kernel in front
+has ended, and leaves the sum over its parts, the activation and the addition to kernels of their own. Up to
+:data:`MAX_BATCH_ROWS` rows all products of a layer are ours. Above, the library's tiles of two blocks that share their
+operands win, but for the products into the residual stream, whose addition is free here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.attention.cuda_build import KernelSpec, get_kernel
+from minillm.attention.cuda_checks import FLOAT_DTYPES, check_tensor
+from minillm.attention.cuda_launch import PreparedLaunch, tensor_map
+from minillm.models.cuda_op_launches import (
+    Key,
+    Target,
+    ceil_div,
+    check_rows,
+    fixed_layout,
+    launches,
+    misaligned,
+    multiprocessors,
+    prepare,
+    shared_limit,
+)
+
+MIN_BATCH_ROWS = 9
+MAX_BATCH_ROWS = 128
+"""Rows of x up to which every product is taken."""
+MAX_RESIDUAL_ROWS = 256
+"""Rows of x up to which products of at most :data:`_MOST_RESIDUAL_OUTPUTS` outputs are taken."""
+_MOST_RESIDUAL_OUTPUTS = 4096
+
+_STEP = 64
+_GROUP_ROWS = 64
+_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)
+_WIDE_TOKENS = (160, 192, 224, 256)
+_GROUPS = {False: (1, 2), True: (1, 2, 4)}
+"""Warpgroups of a thread block, for plain and for gated weights."""
+_LEAST_SHARE = 0.45
+"""Of the multiprocessors: so many blocks there are at least, if sharing k among up to four gives them."""
+_MOST_SPLITS = 4
+"""A cluster of eight blocks rarely fits beside others in a part of the GPU (GPC)."""
+_LONG_COLUMNS = 2048
+"""Columns of k beyond which a tile is divided further while there are multiprocessors for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLinearConfig:
+    """An instance of ``batch_linear_sm90.cu`` and its launch; the terms are those of its header comment."""
+
+    tokens: int
+    groups: int
+    gated: bool
+    splits: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Weight rows of a tile."""
+        return self.groups * _GROUP_ROWS
+
+    def stages(self, k: int, limit: int) -> int:
+        """Stages of the ring: a block's whole share of k if shared memory holds it."""
+        return min(ceil_div(ceil_div(k, _STEP), self.splits), (limit - 1024) // (self._stage_bytes + 16))
+
+    def shared_bytes(self, k: int, limit: int) -> int:
+        """Dynamic shared memory of a thread block."""
+        stages, sums = self.stages(k, limit), self.tokens * (self.tile_rows + 4) * 4
+        return 1024 + max(stages * self._stage_bytes, sums) + 16 * stages
+
+    def spec(self, type_name: str) -> KernelSpec:
+        """The kernel for a C++ type."""
+        gated = "true" if self.gated else "false"
+        return KernelSpec(
+            "batch_linear_sm90.cu", f"batch_linear_sm90<{type_name}, {self.tokens}, {self.groups}, {gated}>"
+        )
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.tile_rows + self.tokens) * _STEP * 2
+
+
+def specs(arch: str) -> list[KernelSpec]:
+    """Every kernel that may be launched on `arch`."""
+    if arch != "sm_90a":
+        return []
+    types = [FLOAT_DTYPES[dtype] for dtype in (torch.float16, torch.bfloat16)]
+    return [config.spec(name) for name in types for config in _all_instances()]
+
+
+def _all_instances() -> Iterator[BatchLinearConfig]:
+    for gated, groups in _GROUPS.items():
+        for count in groups:
+            for tokens in _TOKENS if gated or count > 1 else _TOKENS + _WIDE_TOKENS:
+                if not gated or tokens not in (80, 112):  # of two tiles of tokens, which a gated weight never has
+                    yield BatchLinearConfig(tokens, count, gated, 1)
+
+
+def choose_batch_config(rows: int, n: int, k: int, *, gated: bool, multiprocessors: int) -> BatchLinearConfig:
+    """The instance for x [rows, k] and n outputs.
+
+    The order in which a row's sums are taken depends on `splits` alone, hence up to :data:`MAX_BATCH_ROWS` rows on the
+    weight alone.
+    """
+    tiles = ceil_div(n * (2 if gated else 1), _GROUP_ROWS)
+    token_tiles = 2 if rows > MAX_BATCH_ROWS and tiles < _LEAST_SHARE * multiprocessors else 1
+    sizes = [size for size in _TOKENS + _WIDE_TOKENS if not gated or size not in (80, 112)]
+    tokens = next(size for size in sizes if size >= ceil_div(rows, token_tiles))
+    groups = _GROUPS[gated] if tokens <= _TOKENS[-1] else (1,)
+    group = next((count for count in groups if ceil_div(tiles, count) <= multiprocessors), groups[-1])
+    blocks, splits, steps = ceil_div(tiles, group) * token_tiles, 1, ceil_div(k, _STEP)
+    while splits < min(_MOST_SPLITS, steps // 2) and (
+        blocks * splits < _LEAST_SHARE * multiprocessors
+        or (2 * blocks * splits <= multiprocessors and k >= 2 * splits * _LONG_COLUMNS)
+    ):
+        splits *= 2
+    return BatchLinearConfig(tokens, group, gated, splits)
+
+
+@cache
+def _config_for(rows: int, n: int, k: int, gated: bool, device: torch.device) -> BatchLinearConfig:
+    return choose_batch_config(rows, n, k, gated=gated, multiprocessors=multiprocessors(device))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def supports_batch_linear(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False
+) -> bool:
+    """Whether `batch_linear` is for x [rows, k] with `n` outputs (of a gated product: n pairs of weight rows)."""
+    if dtype not in (torch.float16, torch.bfloat16) or n % 8 or k % 8 or min(n, k) < 1 or not _is_hopper(device):
+        return False
+    few = not gated and n <= _MOST_RESIDUAL_OUTPUTS
+    return MIN_BATCH_ROWS <= rows <= (MAX_RESIDUAL_ROWS if few else MAX_BATCH_ROWS)
+
+
+def batch_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """``x @ weight.T + bias``, with what follows it in a decoder; for what :func:`supports_batch_linear` says.
+
+    Args:
+        x: [M, K] in the weight's dtype, rows at any stride.
+        weight: [N, K], float16 or bfloat16, contiguous, N and K multiples of 8. Gated: [2 * N, K], gate rows first.
+        out: [M, N], in the weight's dtype or float32, rows at any stride; None to allocate it, in the weight's dtype.
+        bias: [N] (gated [2 * N]) in the weight's dtype.
+        residual: float32 [M, N], rows at any stride: the product is added to it in place, unrounded; no `out` then.
+        gated: the result is ``silu(gate) * up``.
+
+    Returns `out` or `residual`. Sums are float32. Up to :data:`MAX_BATCH_ROWS` rows a row's result depends on that row
+    alone, not on M; all results are the same bit for bit in every run.
+    """
+    if residual is not None:
+        if out is not None:
+            raise ValueError("out and residual exclude each other")
+        target = residual
+    elif out is not None:
+        target = out
+    else:
+        n = weight.shape[0] // 2 if gated else weight.shape[0]
+        target = torch.empty(len(x), n, dtype=weight.dtype, device=weight.device)
+    key = (
+        "batch",
+        residual is None,
+        gated,
+        x.data_ptr(),
+        *(x.shape, x.stride(), x.dtype, x.device),
+        weight.data_ptr(),
+        fixed_layout(weight),
+        *(target.shape, target.stride(), target.dtype, target.device),
+        fixed_layout(bias),
+    )
+    launch = launches.prepared.get(key)
+    if launch is None:
+        launch = _prepare_launch(key, x, weight, target, bias, residual is not None, gated)
+    to, offset = target.data_ptr(), 0 if bias is None else bias.data_ptr()
+    if (to | offset) & 15:
+        raise misaligned(target=target, bias=bias)
+    launch(to, offset)
+    return target
+
+
+def _prepare_launch(
+    key: Key, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, to_residual: bool, gated: bool
+) -> PreparedLaunch:
+    (rows, k), device, dtype = x.shape, weight.device, weight.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"weight has dtype {dtype}, it must be torch.float16 or torch.bfloat16")
+    check_tensor("weight", weight, (None, k), dtype, device)
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} rows, a gated product needs an even number")
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    if n % 8:
+        raise ValueError(f"weight has {weight.shape[0]} rows, {n} outputs must be a multiple of 8")
+    limit = MAX_BATCH_ROWS if gated or n > _MOST_RESIDUAL_OUTPUTS else MAX_RESIDUAL_ROWS
+    if not 1 <= rows <= limit:
+        raise ValueError(f"x has {rows} rows, it must have 1 to {limit}")
+    check_tensor("x", x, (rows, k), dtype, device, contiguous_from=1)
+    check_rows("x", k, dtype, x.stride(0) if rows > 1 else 0)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), dtype, device)
+    kind = Target.RESIDUAL if to_residual else Target.OUT if target.dtype == dtype else Target.FLOAT
+    wanted = dtype if kind == Target.OUT else torch.float32
+    check_tensor("residual" if to_residual else "out", target, (rows, n), wanted, device, contiguous_from=1)
+    check_rows("residual" if to_residual else "out", n, wanted, target.stride(0) if rows > 1 else 0)
+    if (x.data_ptr() | weight.data_ptr()) & 15:
+        raise misaligned(x=x, weight=weight)
+    config, shared = _config_for(rows, n, k, gated, device), shared_limit(device)
+    kernel = get_kernel(config.spec(FLOAT_DTYPES[dtype]), device, overlapping=True)
+    stages = config.stages(k, shared)
+    # A copy of more rows than there are fills the others with zeros.
+    x_map = tensor_map(x, (rows, k), (x.stride(0) if rows > 1 else k, 1), (config.tokens, _STEP), swizzle_bytes=128)
+    scalars = (
+        _weight_map(weight, gated),
+        x_map,
+        np.int64(target.stride(0)),
+        *map(np.int32, (rows, n, ceil_div(k, _STEP), config.splits, stages, kind.value)),
+    )
+    tiles = ceil_div(weight.shape[0], config.tile_rows)
+    grid = tiles * config.splits, ceil_div(rows, config.tokens)
+    cluster = (config.splits, 1, 1) if config.splits > 1 else None
+    threads = 128 * config.groups + 32
+    return prepare(key, kernel, grid, threads, 2, scalars, config.shared_bytes(k, shared), cluster=cluster)
+
+
+def _weight_map(weight: Tensor, gated: bool) -> bytes:
+    """Tensor map over [N, K] in boxes of 64 rows; gated: of 8 rows of gate and 8 of up by turns."""
+    rows, k = weight.shape
+    if not gated:
+        return tensor_map(weight, (rows, k), (k, 1), (_GROUP_ROWS, _STEP), swizzle_bytes=128)
+    shape, strides = (rows // 16, 2, 8, k), (8 * k, rows // 2 * k, k, 1)
+    return tensor_map(weight, shape, strides, (_GROUP_ROWS // 16, 2, 8, _STEP), swizzle_bytes=128)
