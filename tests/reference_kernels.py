@@ -124,7 +124,7 @@ class ReferenceOps:
     """`DecoderOps` by :mod:`reference_ops`, counted, in any dtype.
 
     `few` is how many rows the small products take, `some` how many those of a batch do, and `rest` how many those of
-    them that are not gated do.
+    them that go into the residual do.
     """
 
     def __init__(self, few: int = 0, some: int = 0, rest: int = 0) -> None:
@@ -138,5 +138,5 @@ class ReferenceOps:
     def supports_small_linear(self, rows: int, *_: object, **__: object) -> bool:
         return rows <= self.few
 
-    def supports_batch_linear(self, rows: int, *_: object, gated: bool = False) -> bool:
-        return rows <= (self.some if gated else self.rest)
+    def supports_batch_linear(self, rows: int, *_: object, gated: bool = False, to_residual: bool = False) -> bool:
+        return rows <= (self.rest if to_residual else self.some)

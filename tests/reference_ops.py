@@ -90,12 +90,6 @@ def small_linear(
     return y.to(weight.dtype) if out is None else out.copy_(y)
 
 
-def supports_batch_linear(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False
-) -> bool:
-    return dtype in (torch.float16, torch.bfloat16) and 9 <= rows <= 128 and n % 8 == k % 8 == 0
-
-
 batch_linear = small_linear
 
 

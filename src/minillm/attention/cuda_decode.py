@@ -206,6 +206,8 @@ class DecodePlan:
         if not 1 <= num_seqs <= self.max_seqs:
             raise ValueError(f"seq_lens has {num_seqs} rows, the plan has room for 1 to {self.max_seqs}")
         self.num_seqs = num_seqs
+        # Not as a dependent: what is enqueued behind it starts when all that is in front of it has ended, which is what
+        # `history_ready` builds on.
         self._plan_kernel.launch(
             len(self._plan_of),
             _PLAN_THREADS,
@@ -251,6 +253,8 @@ def paged_decode(
     params: LayerAttention,
     plan: DecodePlan,
     out: Tensor | None = None,
+    *,
+    history_ready: bool = False,
 ) -> Tensor:
     """Attention of one query token per sequence to all of its tokens; K and V are in the cache already.
 
@@ -258,6 +262,10 @@ def paged_decode(
     block_size, head_dim], any block stride; block_tables int32 [num_seqs, W], any row stride; seq_lens int32
     [num_seqs] (its values were read by ``plan.update``), 0 gives a row of zeros. Returns `out` [num_seqs, num_q_heads,
     head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and strides that don't fit.
+
+    `history_ready` says that since ``plan.update`` nothing was enqueued that writes block tables, or K and V but those
+    of each sequence's last token: then they are copied while the launches in front still run. It holds for the layers
+    of a model's step.
     """
     check_paged_cache(k_cache, v_cache)
     num_seqs, device, dtype = plan.num_seqs, plan.device, plan.dtype
@@ -302,6 +310,7 @@ def paged_decode(
             np.int32(plan.group),
             np.int32(plan.block_size.bit_length() - 1),
             np.int32(window),
+            np.int32(history_ready),
             np.float32(params.scale * log2e),
             np.float32(cap * log2e if cap else 0.0),
             np.float32(2.0 * log2e * params.scale / cap if cap else 0.0),

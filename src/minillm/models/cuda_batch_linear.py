@@ -137,12 +137,19 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def supports_batch_linear(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gated: bool = False,
+    to_residual: bool = False,
 ) -> bool:
     """Whether `batch_linear` is for x [rows, k] with `n` outputs (of a gated product: n pairs of weight rows)."""
     if dtype not in (torch.float16, torch.bfloat16) or n % 8 or k % 8 or min(n, k) < 1 or not _is_hopper(device):
         return False
-    few = not gated and n <= _MOST_RESIDUAL_OUTPUTS
+    few = to_residual and n <= _MOST_RESIDUAL_OUTPUTS
     return MIN_BATCH_ROWS <= rows <= (MAX_RESIDUAL_ROWS if few else MAX_BATCH_ROWS)
 
 

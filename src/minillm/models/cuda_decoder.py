@@ -125,9 +125,17 @@ class DecoderOps(Protocol):
         ...
 
     def supports_batch_linear(
-        self, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False
+        self,
+        rows: int,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        gated: bool = False,
+        to_residual: bool = False,
     ) -> bool:
-        """Whether `batch_linear` takes x [rows, k] with n outputs (gated: n pairs of weight rows)."""
+        """Whether `batch_linear` is for x [rows, k] with n outputs (gated: n pairs of weight rows)."""
         ...
 
 
@@ -338,12 +346,16 @@ class CudaDecoder:
         if found is None:
             layer, supports = self._layers[0], self._ops.supports_batch_linear
 
-            def takes(product: _Product, *, gated: bool = False) -> bool:
+            def takes(product: _Product, *, gated: bool = False, to_residual: bool = False) -> bool:
                 (n, k), dtype, device = product.weight.shape, product.weight.dtype, product.weight.device
-                return supports(tokens, n // 2 if gated else n, k, dtype, device, gated=gated)
+                n = n // 2 if gated else n
+                return supports(tokens, n, k, dtype, device, gated=gated, to_residual=to_residual)
 
             found = _BatchProducts(
-                takes(layer.qkv), takes(layer.output), takes(layer.gate_up, gated=True), takes(layer.down)
+                takes(layer.qkv),
+                takes(layer.output, to_residual=True),
+                takes(layer.gate_up, gated=True),
+                takes(layer.down, to_residual=True),
             )
             if len(self._batch_products) < _MOST_SIZES:
                 self._batch_products[tokens] = found

@@ -92,14 +92,15 @@ struct Outputs {
     i64 stride;
     int n, token0, tokens, target;
 
-    // Four outputs of a token, without their bias.
+    __device__ __forceinline__ float4* floats(int token, int column) const {
+        return reinterpret_cast<float4*>(static_cast<float*>(out) + (token0 + token) * stride + column);
+    }
     __device__ __forceinline__ void store(int token, int column, float4 y) const {
-        const i64 at = (token0 + token) * stride + column;
         if (target == kToOut) {
-            *reinterpret_cast<uint2*>(static_cast<T*>(out) + at) = make_uint2(pack2<T>(y.x, y.y), pack2<T>(y.z, y.w));
+            T* const to = static_cast<T*>(out) + (token0 + token) * stride + column;
+            *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(y.x, y.y), pack2<T>(y.z, y.w));
         } else {
-            float4* const place = reinterpret_cast<float4*>(static_cast<float*>(out) + at);
-            *place = target == kToFloat ? y : *place + y;
+            *floats(token, column) = y;
         }
     }
 };
@@ -113,11 +114,13 @@ __device__ __forceinline__ void reduce(const Outputs<T>& to, u32 base, int first
     const int units = (to.tokens - split + kSplits - 1) / kSplits * kQuads;
     for (int first = threadIdx.x; first < units; first += kUnits * blockDim.x) {
         u32 addr[kUnits * kSums];
-        float4 sum[kUnits * kSums];
+        float4 sum[kUnits * kSums], residual[kUnits] = {};
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
             const int unit = min(first + i * int(blockDim.x), units - 1), quad = unit % kQuads;
-            const u32 row = base + 4 * (split + kSplits * (unit / kQuads)) * kPitch;
+            const int token = split + kSplits * (unit / kQuads), column = first_column + quad * 4;
+            const u32 row = base + 4 * token * kPitch;
+            if (to.target == kToResidual && column < to.n) residual[i] = *to.floats(token, column);
             if constexpr (kGated) {
                 addr[2 * i] = row + 4 * (quad / 2 * 16 + quad % 2 * 4);
                 addr[2 * i + 1] = addr[2 * i] + 32;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void reduce(const Outputs<T>& to, u32 base, int first
                 y = make_float4(silu_times(y.x, up.x), silu_times(y.y, up.y), silu_times(y.z, up.z),
                                 silu_times(y.w, up.w));
             }
-            to.store(split + kSplits * (unit / kQuads), column, y);
+            to.store(split + kSplits * (unit / kQuads), column, to.target == kToResidual ? residual[i] + y : y);
         }
     }
 }

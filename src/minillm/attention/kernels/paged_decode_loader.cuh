@@ -195,6 +195,11 @@ struct Loader {
         }
     }
 
+    // Whether the next tile has its sequence's last token.
+    __device__ __forceinline__ bool reads_last_token() const {
+        return number < schedule.total && token_at(item, position, tiles_shift) + kTile >= item.len;
+    }
+
     // Starts the copy of the next tile into `stage`. One group of cp.async per call, an empty one if there is nothing.
     __device__ __forceinline__ void issue(u32 stage) {
         if (number < schedule.total) {
