@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minillm.models import cuda_batch_linear, cuda_ops
 from minillm.models.cuda_batch_linear import BatchLinearConfig, batch_linear, choose_batch_config, supports_batch_linear
+from minillm.models.deferred_norm import DeferredNorm
 from reference_ops import batch_linear as reference
 
 needs_hopper = pytest.mark.skipif(
@@ -75,14 +76,13 @@ def test_what_is_supported(monkeypatch):
     monkeypatch.setattr(cuda_batch_linear, "_is_hopper", lambda device: True)
     device = torch.device("cpu")
 
-    def takes(
-        rows: int, n: int = 1024, k: int = 1024, dtype: torch.dtype = torch.bfloat16, gated: bool = False
-    ) -> bool:
-        return supports_batch_linear(rows, n, k, dtype, device, gated=gated)
+    def takes(rows: int, n: int = 1024, k: int = 1024, dtype: torch.dtype = torch.bfloat16, **kind: bool) -> bool:
+        return supports_batch_linear(rows, n, k, dtype, device, **kind)
 
-    assert [takes(rows) for rows in (8, 9, 128, 129, 256, 257)] == [False, True, True, True, True, False]
-    assert [takes(rows, n=6144) for rows in (9, 128, 129)] == [True, True, False]
-    assert [takes(rows, gated=True) for rows in (9, 128, 129)] == [True, True, False]
+    assert [takes(rows) for rows in (8, 9, 128, 129)] == [False, True, True, False]
+    assert [takes(rows, gated=True) for rows in (8, 9, 128, 129)] == [False, True, True, False]
+    assert [takes(rows, to_residual=True) for rows in (8, 9, 129, 256, 257)] == [False, True, True, True, False]
+    assert [takes(rows, n=8192, to_residual=True) for rows in (9, 128, 129)] == [True, True, False]
     assert not takes(16, dtype=torch.float32)
     assert takes(16, dtype=torch.float16)
     assert not takes(16, n=1020)
@@ -104,6 +104,8 @@ def test_wrong_arguments_are_named():
         ({"residual": torch.zeros(16, 64), "out": torch.zeros(16, 64)}, "exclude each other"),
         ({"out": torch.zeros(16, 32)}, r"out has shape \(16, 32\), it must be \(16, 64\)"),
         ({"x": torch.zeros(16, 132).half()[:, :128]}, "multiples of 8"),
+        ({"deferred": DeferredNorm(x, torch.zeros(3, 16), 1e-6)}, r"squares has shape \(3, 16\), it must be \(2, 16\)"),
+        ({"next_norm": torch.zeros(64)}, "takes next_norm, next_deferred and residual"),
     ):
         with pytest.raises(ValueError, match=message):
             batch_linear(**({"x": x, "weight": weight} | given))
@@ -184,6 +186,72 @@ def test_misaligned_arguments_are_refused():
         batch_linear(x[:, :512], weight, out=torch.empty(16, 264, device="cuda")[:, 1:257])
 
 
+def squares_of(residual: Tensor) -> Tensor:
+    """Sums over 64 columns, [ceil(H / 64), T]."""
+    padded = torch.nn.functional.pad(residual.double().square(), (0, -residual.shape[1] % 64))
+    return padded.unflatten(1, (-1, 64)).sum(2).T
+
+
+@pytest.mark.cuda
+@needs_hopper
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (896, 4864), (4096, 14336), (8192, 8192), (584, 72)])
+@pytest.mark.parametrize("rows", [9, 16, 31, 64, 128, 200, 256])
+def test_a_product_defers_the_norm_behind_it(n, k, rows):
+    if rows > 128 and n > 4096:
+        pytest.skip("left to torch")
+    dtype = torch.bfloat16
+    weight, x = randn(n, k, dtype=dtype, scale=k**-0.5), randn(rows, k, dtype=dtype, seed=1)
+    norm_weight, residual = randn(n, seed=2) + 1, randn(rows, n, seed=3, scale=3)
+    expected = batch_linear(x, weight, residual=residual.clone())
+    around = torch.full((-(-n // 64), rows + 3), torch.nan, device="cuda")
+    deferred = DeferredNorm(full_of_nan(rows, n, dtype=dtype), around[:, :rows], 1e-6)
+    batch_linear(x, weight, residual=residual, next_norm=norm_weight, next_deferred=deferred)
+    assert torch.equal(residual, expected)
+    assert torch.equal(deferred.x, (residual * norm_weight).to(dtype))
+    torch.testing.assert_close(deferred.squares.double(), squares_of(residual), rtol=1e-5, atol=1e-5)
+    assert around[:, rows:].isnan().all()
+
+
+@pytest.mark.cuda
+@needs_hopper
+@pytest.mark.parametrize("rows", [9, 48, 128])
+def test_deferred_norms_are_applied_behind_products(rows):
+    hidden, inner, heads, kv_heads, dim, dtype = 1024, 3072, 16, 8, 128, torch.bfloat16
+    residual, norm_weight = randn(rows, hidden, scale=20), randn(hidden, seed=1) + 1
+    x = (residual * norm_weight).to(dtype)
+    squares = torch.full((hidden // 64, 256), torch.nan, device="cuda")[:, :rows]
+    squares.copy_(squares_of(residual))
+    deferred = DeferredNorm(x, squares, 1e-6)
+    scale = (residual.double().square().mean(1, keepdim=True) + 1e-6).rsqrt().float()
+    weight, bias = randn(2 * inner, hidden, dtype=dtype, scale=hidden**-0.5), randn(2 * inner, dtype=dtype, seed=2)
+    product = x.float() @ weight.float().T * scale
+    y = batch_linear(x, weight[:inner], bias=bias[:inner], deferred=deferred, out=full_of_nan(rows, inner))
+    torch.testing.assert_close(y, product[:, :inner] + bias[:inner], rtol=1e-4, atol=1e-4)
+    gate, up = (product + bias).chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    y = batch_linear(x, weight, bias=bias, gated=True, deferred=deferred, out=full_of_nan(rows, inner))
+    assert (y - expected).norm() <= 1e-5 * expected.norm()
+
+    gate_up = torch.mm(x, weight.t())
+    once = cuda_ops.silu_and_mul(gate_up, full_of_nan(rows, inner, dtype=dtype), deferred)
+    gate, up = (gate_up.float() * scale).chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert (once.float() - expected).norm() <= 2**-8 * expected.norm()
+
+    qkv = randn(rows, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=3, scale=9)
+    rotated = []
+    for given, scaled in ((qkv, None), ((qkv.float() * scale).to(dtype), True)):
+        caches = [torch.zeros(32, kv_heads, 16, dim, dtype=dtype, device="cuda") for _ in range(2)]
+        q = torch.empty(rows, heads, dim, dtype=dtype, device="cuda")
+        cuda_ops.qk_norm_rope_write(
+            given, None, None, 1e-6, torch.arange(rows, device="cuda"), randn(dim // 2, seed=4).abs(), 1.0, *caches,
+            torch.arange(rows, device="cuda") + 5, q, None if scaled else deferred,
+        )  # fmt: skip
+        rotated.append([q.float(), *(cache.float() for cache in caches)])
+    for ours, theirs in zip(*rotated, strict=True):
+        assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
+
+
 @pytest.mark.cuda
 @needs_hopper
 @pytest.mark.parametrize("rows", [16, 48, 128, 192])
@@ -196,24 +264,30 @@ def test_a_chain_of_dependent_launches_is_right_and_repeatable_in_a_graph(rows):
     residual, act = torch.empty_like(first), torch.empty(rows, inner, dtype=dtype, device="cuda")
     x, gate_up = torch.empty(rows, hidden, dtype=dtype, device="cuda"), torch.empty(rows, 2 * inner, dtype=dtype).cuda()
 
-    def run(linear) -> Tensor:
+    deferred = DeferredNorm(x, torch.empty(hidden // 64, rows, device="cuda"), 1e-6)
+
+    def run(linear, defer: bool) -> Tensor:
         residual.copy_(first)
+        pending = None
         for layer in range(layers):
-            cuda_ops.add_rms_norm(None, residual, norm_weight, 1e-6, x)
+            if pending is None:
+                cuda_ops.add_rms_norm(None, residual, norm_weight, 1e-6, x)
             if rows <= 128:
-                linear(x, up[layer], gated=True, out=act)
+                linear(x, up[layer], gated=True, out=act, deferred=pending)
             else:
                 torch.mm(x, up[layer].t(), out=gate_up)
-                cuda_ops.silu_and_mul(gate_up, act)
-            linear(act, down[layer], residual=residual)
+                cuda_ops.silu_and_mul(gate_up, act, pending)
+            pending = deferred if defer else None
+            linear(act, down[layer], residual=residual, next_norm=norm_weight if defer else None, next_deferred=pending)
         return residual
 
-    expected = run(reference).clone()
-    once = run(batch_linear).clone()
-    assert (once - expected).norm() <= 0.01 * expected.norm()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(batch_linear)
-    for _ in range(200):
-        graph.replay()
-        assert torch.equal(residual, once)
+    expected = run(reference, False).clone()
+    for defer in (False, True):
+        once = run(batch_linear, defer).clone()
+        assert (once - expected).norm() <= 0.01 * expected.norm()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(batch_linear, defer)
+        for _ in range(200):
+            graph.replay()
+            assert torch.equal(residual, once)

@@ -287,9 +287,12 @@ def test_graphs_give_the_tokens_of_launches(dtype, reference):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model = decoder_of(reference(), dtype, "cuda")
+    # In bfloat16 a prompt's products round otherwise when most of it is cached already: then kernels for few tokens run.
+    options = {"enable_prefix_caching": dtype == torch.float32}
     wanted = None
     for eager in (True, False):
-        loop = make("cuda", model, num_blocks=200, overlap=True, runner_options={"enforce_eager": eager})
+        runner_options = {"enforce_eager": eager}
+        loop = make("cuda", model, num_blocks=200, overlap=True, options=options, runner_options=runner_options)
         results = all_tokens(loop) + all_tokens(loop, tag="drawn ", temperature=0.8, top_p=0.9)
         assert loop.runner.cuda_forward.graphs.captured == ([] if eager else [1, 2, 4, 8, 16])
         assert results[0] == results[1]

@@ -32,6 +32,7 @@ from minillm.models.cuda_op_launches import (
     prepare,
     shared_limit,
 )
+from minillm.models.deferred_norm import SQUARES_COLUMNS, DeferredNorm
 
 MIN_BATCH_ROWS = 9
 MAX_BATCH_ROWS = 128
@@ -161,6 +162,9 @@ def batch_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    deferred: DeferredNorm | None = None,
+    next_norm: Tensor | None = None,
+    next_deferred: DeferredNorm | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, with what follows it in a decoder; for what :func:`supports_batch_linear` says.
 
@@ -171,6 +175,8 @@ def batch_linear(
         bias: [N] (gated [2 * N]) in the weight's dtype.
         residual: float32 [M, N], rows at any stride: the product is added to it in place, unrounded; no `out` then.
         gated: the result is ``silu(gate) * up``.
+        deferred: x is its `x`; the norm is applied to the product, before the bias.
+        next_norm, next_deferred: with a residual: the norm of it, with weight float32 [N], is deferred to there.
 
     Returns `out` or `residual`. Sums are float32. Up to :data:`MAX_BATCH_ROWS` rows a row's result depends on that row
     alone, not on M; all results are the same bit for bit in every run.
@@ -194,19 +200,63 @@ def batch_linear(
         fixed_layout(weight),
         *(target.shape, target.stride(), target.dtype, target.device),
         fixed_layout(bias),
+        *deferred_key(deferred),
+        *deferred_key(next_deferred),
+        next_norm is None,
     )
     launch = launches.prepared.get(key)
     if launch is None:
-        launch = _prepare_launch(key, x, weight, target, bias, residual is not None, gated)
+        _check_next_norm(target, weight.dtype, residual is not None, next_norm, next_deferred)
+        launch = _prepare_launch(key, x, weight, target, bias, residual is not None, gated, deferred, next_deferred)
     to, offset = target.data_ptr(), 0 if bias is None else bias.data_ptr()
-    if (to | offset) & 15:
-        raise misaligned(target=target, bias=bias)
-    launch(to, offset)
+    squares = 0 if deferred is None else deferred.squares.data_ptr()
+    next_x = by = next_squares = 0
+    if next_deferred is not None and next_norm is not None:
+        next_x, by = next_deferred.x.data_ptr(), next_norm.data_ptr()
+        next_squares = next_deferred.squares.data_ptr()
+    if (to | offset | next_x | by) & 15:
+        raise misaligned(target=target, bias=bias, next_norm=next_norm)
+    launch(to, offset, squares, next_x, by, next_squares)
     return target
 
 
+def deferred_key(deferred: DeferredNorm | None) -> tuple[object, ...]:
+    """Of a launch's key: what :func:`check_deferred` looks at, and what the kernels take beside addresses."""
+    if deferred is None:
+        return (None,)
+    squares = deferred.squares
+    return squares.shape, squares.stride(), squares.dtype, squares.device, deferred.x.shape, deferred.eps
+
+
+def check_deferred(deferred: DeferredNorm, rows: int, hidden: int, dtype: torch.dtype) -> None:
+    """ValueError for shapes and dtypes that are not those of rows [rows, hidden]."""
+    check_tensor("deferred.x", deferred.x, (rows, hidden), dtype, deferred.x.device)
+    sums = ceil_div(hidden, SQUARES_COLUMNS)
+    check_tensor("squares", deferred.squares, (sums, rows), torch.float32, deferred.x.device, contiguous_from=1)
+
+
+def _check_next_norm(
+    target: Tensor, dtype: torch.dtype, to_residual: bool, norm: Tensor | None, deferred: DeferredNorm | None
+) -> None:
+    if norm is None and deferred is None:
+        return
+    if norm is None or deferred is None or not to_residual:
+        raise ValueError("a deferred norm behind a product takes next_norm, next_deferred and residual")
+    rows, n = target.shape
+    check_tensor("next_norm", norm, (n,), torch.float32, target.device)
+    check_deferred(deferred, rows, n, dtype)
+
+
 def _prepare_launch(
-    key: Key, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, to_residual: bool, gated: bool
+    key: Key,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    to_residual: bool,
+    gated: bool,
+    deferred: DeferredNorm | None,
+    next_deferred: DeferredNorm | None,
 ) -> PreparedLaunch:
     (rows, k), device, dtype = x.shape, weight.device, weight.dtype
     if dtype not in (torch.float16, torch.bfloat16):
@@ -228,8 +278,14 @@ def _prepare_launch(
     wanted = dtype if kind == Target.OUT else torch.float32
     check_tensor("residual" if to_residual else "out", target, (rows, n), wanted, device, contiguous_from=1)
     check_rows("residual" if to_residual else "out", n, wanted, target.stride(0) if rows > 1 else 0)
+    if deferred is not None:
+        check_deferred(deferred, rows, k, dtype)
     if (x.data_ptr() | weight.data_ptr()) & 15:
         raise misaligned(x=x, weight=weight)
+    norm = deferred or next_deferred
+    squares_stride = 0 if norm is None else norm.squares.stride(0)
+    if next_deferred is not None and next_deferred.squares.stride(0) != squares_stride:
+        raise ValueError("squares of both deferred norms must have rows at one stride")
     config, shared = _config_for(rows, n, k, gated, device), shared_limit(device)
     kernel = get_kernel(config.spec(FLOAT_DTYPES[dtype]), device, overlapping=True)
     stages = config.stages(k, shared)
@@ -239,13 +295,14 @@ def _prepare_launch(
         _weight_map(weight, gated),
         x_map,
         np.int64(target.stride(0)),
-        *map(np.int32, (rows, n, ceil_div(k, _STEP), config.splits, stages, kind.value)),
+        *map(np.int32, (rows, n, k, config.splits, stages, kind.value, squares_stride)),
+        np.float32(0.0 if deferred is None else deferred.eps),
     )
     tiles = ceil_div(weight.shape[0], config.tile_rows)
     grid = tiles * config.splits, ceil_div(rows, config.tokens)
     cluster = (config.splits, 1, 1) if config.splits > 1 else None
     threads = 128 * config.groups + 32
-    return prepare(key, kernel, grid, threads, 2, scalars, config.shared_bytes(k, shared), cluster=cluster)
+    return prepare(key, kernel, grid, threads, 6, scalars, config.shared_bytes(k, shared), cluster=cluster)
 
 
 def _weight_map(weight: Tensor, gated: bool) -> bytes:

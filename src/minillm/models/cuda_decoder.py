@@ -17,7 +17,8 @@ hidden = rms_norm(residual += x)
 ```
 For a few tokens a product is bound by the bytes of its weight, and launches count: then matrix-vector kernels take the
 norm in front and the activation or the residual behind into the product, five launches a layer. For some ten to some
-hundred tokens products take what is behind them, eight launches a layer.
+hundred tokens products take what is behind them, and norms are deferred (:mod:`minillm.models.deferred_norm`): six
+launches a layer.
 
 Nothing is allocated and nothing waits, so a step can be captured in a CUDA graph.
 """
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.deferred_norm import SQUARES_COLUMNS, DeferredNorm
 from minillm.models.linear import DenseLinear, Linear
 
 if TYPE_CHECKING:
@@ -71,11 +73,12 @@ class DecoderOps(Protocol):
         v_cache: Tensor,
         slot_mapping: Tensor,
         q_out: Tensor,
+        deferred: DeferredNorm | None = None,
     ) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) d]: q normed and rotated -> q_out [T, Hq, d], k likewise and v -> their slots."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor, deferred: DeferredNorm | None = None) -> Tensor:
         """[T, 2 I], gate first -> silu(gate) * up, [T, I]."""
         ...
 
@@ -120,8 +123,11 @@ class DecoderOps(Protocol):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
+        deferred: DeferredNorm | None = None,
+        next_norm: Tensor | None = None,
+        next_deferred: DeferredNorm | None = None,
     ) -> Tensor:
-        """As `small_linear`, of more rows and without a norm."""
+        """As `small_linear`, of more rows; the norm of x may be deferred, and that of the residual behind it."""
         ...
 
     def supports_batch_linear(
@@ -189,12 +195,13 @@ class _Layer:
 
 
 class _BatchProducts(NamedTuple):
-    """Which of a layer's products `batch_linear` takes."""
+    """Which of a layer's products `batch_linear` takes, and whether norms are deferred."""
 
     qkv: bool
     output: bool
     gate_up: bool
     down: bool
+    norms: bool
 
 
 class Workspace:
@@ -217,6 +224,8 @@ class Workspace:
         self.q, self.attended = rows(q_size), rows(q_size)
         self.gate_up = rows(2 * config.intermediate_size)
         self.activated = rows(config.intermediate_size)
+        sums = -(-config.hidden_size // SQUARES_COLUMNS)
+        self.squares = torch.empty((sums, capacity), dtype=torch.float32, device=device)
 
     def first(self, tokens: int) -> _Views:
         """The rows of a step of so many tokens."""
@@ -229,6 +238,7 @@ class Workspace:
             self.attended[:tokens],
             self.gate_up[:tokens],
             self.activated[:tokens],
+            self.squares[:, :tokens],
         )
 
 
@@ -245,6 +255,8 @@ class _Views:
     attended: Tensor
     gate_up: Tensor
     activated: Tensor
+    squares: Tensor
+    """Of rows whose norm is deferred, [ceil(hidden_size / 64), T]."""
 
 
 def why_not(model: object, cache_dtype: torch.dtype) -> str | None:
@@ -351,18 +363,28 @@ class CudaDecoder:
                 n = n // 2 if gated else n
                 return supports(tokens, n, k, dtype, device, gated=gated, to_residual=to_residual)
 
-            found = _BatchProducts(
-                takes(layer.qkv),
-                takes(layer.output, to_residual=True),
-                takes(layer.gate_up, gated=True),
-                takes(layer.down, to_residual=True),
+            qkv, output = takes(layer.qkv), takes(layer.output, to_residual=True)
+            gate_up, down = takes(layer.gate_up, gated=True), takes(layer.down, to_residual=True)
+            # A library's product adds its bias before the norm could be applied. Rows before their norm may be larger
+            # than float16 holds.
+            norms = (
+                (output and down and self.model.dtype != torch.float16)
+                and (qkv or layer.qkv.bias is None)
+                and (gate_up or layer.gate_up.bias is None)
             )
+            found = _BatchProducts(qkv, output, gate_up, down, norms)
             if len(self._batch_products) < _MOST_SIZES:
                 self._batch_products[tokens] = found
         return found
 
     def _rotate_and_attend(
-        self, index: int, layer: _Layer, positions: Tensor, attention: WrittenAttention, views: _Views
+        self,
+        index: int,
+        layer: _Layer,
+        positions: Tensor,
+        attention: WrittenAttention,
+        views: _Views,
+        deferred: DeferredNorm | None = None,
     ) -> None:
         """qkv -> attended."""
         rope, q = self.model.rope, views.q.view(self._heads_shape)
@@ -377,6 +399,7 @@ class CudaDecoder:
             *attention.caches[index],
             attention.slot_mapping,
             q,
+            deferred,
         )
         attention.attend_written(index, q, views.attended.view(self._heads_shape))
 
@@ -385,32 +408,56 @@ class CudaDecoder:
     ) -> Tensor | None:
         """All layers; returns what is still to be added to the residual."""
         ops, eps, residual, hidden = self._ops, self._eps, views.residual, views.hidden
-        last = None
+        # Norms that are not deferred leave their rows in the same place.
+        deferred = DeferredNorm(hidden, views.squares, eps) if products.norms else None
+        last, pending = None, None
         for index, layer in enumerate(self._layers):
-            ops.add_rms_norm(last, residual, layer.input_norm, eps, hidden)
+            if pending is None:
+                ops.add_rms_norm(last, residual, layer.input_norm, eps, hidden)
             if products.qkv:
-                ops.batch_linear(hidden, layer.qkv.weight, out=views.qkv, bias=layer.qkv.bias)
+                ops.batch_linear(hidden, layer.qkv.weight, out=views.qkv, bias=layer.qkv.bias, deferred=pending)
+                self._rotate_and_attend(index, layer, positions, attention, views)
             else:
                 layer.qkv(hidden, views.qkv)
-            self._rotate_and_attend(index, layer, positions, attention, views)
-            last = self._add(layer.output, views.attended, views, products.output)
-            ops.add_rms_norm(last, residual, layer.post_attention_norm, eps, hidden)
+                self._rotate_and_attend(index, layer, positions, attention, views, pending)
+            norm = layer.post_attention_norm
+            last, pending = self._add(layer.output, views.attended, views, products.output, norm, deferred)
+            if pending is None:
+                ops.add_rms_norm(last, residual, norm, eps, hidden)
             if products.gate_up:
-                gate_up = layer.gate_up
-                ops.batch_linear(hidden, gate_up.weight, out=views.activated, bias=gate_up.bias, gated=True)
+                weight, bias, inner = layer.gate_up.weight, layer.gate_up.bias, views.activated
+                ops.batch_linear(hidden, weight, out=inner, bias=bias, gated=True, deferred=pending)
             else:
                 layer.gate_up(hidden, views.gate_up)
-                ops.silu_and_mul(views.gate_up, views.activated)
-            last = self._add(layer.down, views.activated, views, products.down)
+                ops.silu_and_mul(views.gate_up, views.activated, pending)
+            following = None if index + 1 == len(self._layers) else self._layers[index + 1].input_norm
+            last, pending = self._add(layer.down, views.activated, views, products.down, following, deferred)
         return last
 
-    def _add(self, product: _Product, x: Tensor, views: _Views, batched: bool) -> Tensor | None:
-        """Add a product to the residual, or return it for the norm behind it to add."""
-        if batched:
-            self._ops.batch_linear(x, product.weight, bias=product.bias, residual=views.residual)
-            return None
-        product(x, views.branch)
-        return views.branch
+    def _add(
+        self,
+        product: _Product,
+        x: Tensor,
+        views: _Views,
+        batched: bool,
+        norm: Tensor | None,
+        deferred: DeferredNorm | None,
+    ) -> tuple[Tensor | None, DeferredNorm | None]:
+        """Add a product to the residual: (what is still to be added, the norm behind it if it is deferred)."""
+        if not batched:
+            product(x, views.branch)
+            return views.branch, None
+        if norm is None:
+            deferred = None
+        self._ops.batch_linear(
+            x,
+            product.weight,
+            bias=product.bias,
+            residual=views.residual,
+            next_norm=None if deferred is None else norm,
+            next_deferred=deferred,
+        )
+        return None, deferred
 
     def _few_tokens(self, positions: Tensor, attention: WrittenAttention, views: _Views) -> Tensor | None:
         """The same where the weights' bytes are what a product costs."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minillm.attention.cuda_build import KernelSpec, get_kernel
 from minillm.attention.cuda_checks import FLOAT_DTYPES, check_paged_cache, check_tensor
-from minillm.models.cuda_batch_linear import batch_linear, supports_batch_linear
+from minillm.models.cuda_batch_linear import batch_linear, check_deferred, deferred_key, supports_batch_linear
 from minillm.models.cuda_op_launches import (
     ceil_div,
     check_rows,
@@ -36,6 +36,7 @@ from minillm.models.cuda_op_launches import (
     whole_warps,
 )
 from minillm.models.cuda_small_linear import small_linear, supports_small_linear
+from minillm.models.deferred_norm import DeferredNorm
 
 __all__ = [
     "add_rms_norm",
@@ -146,15 +147,16 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
     return out
 
 
-def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, out: Tensor, deferred: DeferredNorm | None = None) -> Tensor:
     """``silu(gate) * up`` of `gate_up` [T, 2 * I], gate first, rows at any stride -> `out` [T, I]; returns `out`.
 
-    Computed in float32 and rounded once.
+    Computed in float32 and rounded once. `deferred`: the norm of the rows that were multiplied is applied first.
     """
     key = (
         "silu",
         *(gate_up.shape, gate_up.stride(), gate_up.dtype, gate_up.device),
         *(out.shape, out.stride(), out.dtype, out.device),
+        *deferred_key(deferred),
     )
     launch = launches.prepared.get(key)
     if launch is None:
@@ -171,13 +173,24 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
         )
         if not tokens:
             return out
-        scalars = (np.int64(tokens), np.int64(stride), np.int32(inner))
-        launch = prepare(key, kernel, (ceil_div(vectors, threads), min(tokens, 65535)), threads, 2, scalars)
+        squares_stride, hidden, squares_eps = _deferred_scalars(deferred, tokens, dtype)
+        scalars = (np.int64(tokens), np.int64(stride), np.int32(inner), squares_stride, hidden, squares_eps)
+        launch = prepare(key, kernel, (ceil_div(vectors, threads), min(tokens, 65535)), threads, 3, scalars)
     to, source = out.data_ptr(), gate_up.data_ptr()
     if (to | source) & 15:
         raise misaligned(gate_up=gate_up, out=out)
-    launch(to, source)
+    launch(to, source, 0 if deferred is None else deferred.squares.data_ptr())
     return out
+
+
+def _deferred_scalars(
+    deferred: DeferredNorm | None, rows: int, dtype: torch.dtype
+) -> tuple[np.int32, np.int32, np.float32]:
+    """The kernels' squares_stride, hidden and eps."""
+    if deferred is None:
+        return np.int32(0), np.int32(1), np.float32(0.0)
+    check_deferred(deferred, rows, deferred.hidden, dtype)
+    return np.int32(deferred.squares.stride(0)), np.int32(deferred.hidden), np.float32(deferred.eps)
 
 
 # ---- From the packed product to attention ----------------------------------------------------------------------------
@@ -201,6 +214,7 @@ def qk_norm_rope_write(
     v_cache: Tensor,
     slot_mapping: Tensor,
     q_out: Tensor,
+    deferred: DeferredNorm | None = None,
 ) -> Tensor:
     """q and k norm, rotary embedding, k and v into the cache, q to `q_out`; returns `q_out`.
 
@@ -214,6 +228,7 @@ def qk_norm_rope_write(
         k_cache, v_cache: one layer's, [num_blocks, Hkv, block_size, d]; any float dtype, not only qkv's.
         slot_mapping: int64 [T]; the K and V of a token whose slot is outside the pool (negative: padding) are dropped.
         q_out: [T, Hq, d] in the cache's dtype, which attention takes.
+        deferred: the norm of the rows that were multiplied is applied first.
 
     Rounds where :mod:`minillm.models.layers` does.
     """
@@ -230,6 +245,7 @@ def qk_norm_rope_write(
         *(q_out.shape, q_out.stride(), q_out.dtype, q_out.device),
         eps,
         attention_factor,
+        *deferred_key(deferred),
     )
     launch = launches.prepared.get(key)
     if launch is None:
@@ -255,24 +271,29 @@ def qk_norm_rope_write(
         lanes = 8 if head_dim <= 64 else 16 if head_dim <= 128 else 32
         rounds = -(-(num_heads + 2 * num_kv_heads) * lanes // _ROPE_THREADS)
         parts = rounds if tokens * rounds <= 2 * multiprocessors(device) else 1
+        squares_stride, hidden, squares_eps = _deferred_scalars(deferred, tokens, qkv.dtype)
         scalars = (
             np.int64(num_blocks * block_size),
             np.int64(qkv.stride(0)),
             np.int64(k_cache.stride(0)),
             np.int32(positions.dtype == torch.int64),
             *map(np.int32, (num_heads, num_kv_heads, head_dim, block_size, lanes)),
+            squares_stride,
+            hidden,
             np.float32(attention_factor),
             np.float32(eps),
+            squares_eps,
         )
         if not tokens:
             return q_out
         kernel = get_kernel(_rope_spec(name, cache_name), device, overlapping=tokens <= _FEW_TOKENS)
-        launch = prepare(key, kernel, (tokens, parts), _ROPE_THREADS, 9, scalars)
+        launch = prepare(key, kernel, (tokens, parts), _ROPE_THREADS, 10, scalars)
     to, keys, values, source = q_out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), qkv.data_ptr()
     q_norm = 0 if q_weight is None else q_weight.data_ptr()
     k_norm = 0 if k_weight is None else k_weight.data_ptr()
     if (to | keys | values | source | q_norm | k_norm) & 15:
         raise misaligned(qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, q_out=q_out)
-    rest = positions.data_ptr(), inv_freq.data_ptr(), slot_mapping.data_ptr()
+    squares = 0 if deferred is None else deferred.squares.data_ptr()
+    rest = positions.data_ptr(), inv_freq.data_ptr(), slot_mapping.data_ptr(), squares
     launch(to, keys, values, source, q_norm, k_norm, *rest)
     return q_out

@@ -13,9 +13,15 @@
 // for it (dependent_launch.cuh): in a chain of short products that is the whole share of a block, and what is left
 // behind the wait is x alone.
 //
+// RMS norms around the residual stream may be deferred: a row's norm is a factor 1 / rms for all of it, which may as well
+// be applied behind the next product. So what adds to the residual also stores the row times the norm's weight, and the
+// sums of squares of each 64 columns; the next product multiplies that row, and its results by 1 / rms. That saves two
+// launches a layer, each a trip to memory and back with the whole device waiting.
+//
 // A gated weight is [2, n, k], gate first. Its tile takes 8 rows of gate and 8 of up by turns, so both halves of an
 // output are sums of one thread block.
 #include "activation.cuh"
+#include "deferred_norm.cuh"
 #include "dependent_launch.cuh"
 #include "hopper.cuh"
 
@@ -57,6 +63,10 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+__device__ __forceinline__ float4 operator*(float4 a, float by) {
+    return make_float4(a.x * by, a.y * by, a.z * by, a.w * by);
+}
+
 // Sums of `kCount` vectors of four over the cluster's blocks, in their order; all loads are under way at once.
 template <int kSplits, int kCount>
 __device__ __forceinline__ void sum_cluster(const u32 (&addr)[kCount], float4 (&sum)[kCount]) {
@@ -89,8 +99,12 @@ template <typename T>
 struct Outputs {
     void* out;
     const T* bias;
+    const float* scales;  // of the tile's tokens, in shared memory; or null
+    T* next_x;            // [rows, n] = T(out * next_norm), if the norm behind is deferred, else null
+    const float* next_norm;
+    float* next_squares;  // [n / 64][squares_stride]
     i64 stride;
-    int n, token0, tokens, target;
+    int n, token0, tokens, target, squares_stride;
 
     __device__ __forceinline__ float4* floats(int token, int column) const {
         return reinterpret_cast<float4*>(static_cast<float*>(out) + (token0 + token) * stride + column);
@@ -103,6 +117,16 @@ struct Outputs {
             *floats(token, column) = y;
         }
     }
+    // What the deferred norm behind takes of four outputs; by all lanes, sixteen neighbours of which have 64 columns.
+    __device__ __forceinline__ void store_next(int token, int column, bool present, float4 y) const {
+        if (present) {
+            const float4 by = *reinterpret_cast<const float4*>(next_norm + column);
+            *reinterpret_cast<uint2*>(next_x + i64(token0 + token) * n + column) =
+                make_uint2(pack2<T>(y.x * by.x, y.y * by.y), pack2<T>(y.z * by.z, y.w * by.w));
+        }
+        const float squares = warp_sum<16>(y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w);
+        if (present && column % 64 == 0) next_squares[i64(column / 64) * squares_stride + token0 + token] = squares;
+    }
 };
 
 // This block's share of a tile: tokens split, split + kSplits, ..., of the partial sums [token][kPitch] that lie at
@@ -112,7 +136,8 @@ __device__ __forceinline__ void reduce(const Outputs<T>& to, u32 base, int first
     constexpr int kQuads = kOutputs / 4, kSums = kGated ? 2 : 1;
     constexpr int kLoads = kSplits * kSums, kUnits = kLoads >= 8 ? 1 : 8 / kLoads;  // eight loads under way
     const int units = (to.tokens - split + kSplits - 1) / kSplits * kQuads;
-    for (int first = threadIdx.x; first < units; first += kUnits * blockDim.x) {
+    for (int warp_first = threadIdx.x / kWarp * kWarp; warp_first < units; warp_first += kUnits * blockDim.x) {
+        const int first = warp_first + threadIdx.x % kWarp;
         u32 addr[kUnits * kSums];
         float4 sum[kUnits * kSums], residual[kUnits] = {};
 #pragma unroll
@@ -132,38 +157,51 @@ __device__ __forceinline__ void reduce(const Outputs<T>& to, u32 base, int first
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
             const int unit = first + i * int(blockDim.x), column = first_column + unit % kQuads * 4;
-            if (unit >= units || column >= to.n) continue;
-            float4 y = sum[i * kSums];
-            if (to.bias != nullptr) y = y + load4<T>(to.bias + column);
-            if constexpr (kGated) {
-                float4 up = sum[i * kSums + 1];
-                if (to.bias != nullptr) up = up + load4<T>(to.bias + to.n + column);
-                y = make_float4(silu_times(y.x, up.x), silu_times(y.y, up.y), silu_times(y.z, up.z),
-                                silu_times(y.w, up.w));
+            const int token = split + kSplits * (unit / kQuads);
+            const bool present = unit < units && column < to.n;
+            float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (present) {
+                const float scale = to.scales == nullptr ? 1.0f : to.scales[token];
+                y = sum[i * kSums] * scale;
+                if (to.bias != nullptr) y = y + load4<T>(to.bias + column);
+                if constexpr (kGated) {
+                    float4 up = sum[i * kSums + 1] * scale;
+                    if (to.bias != nullptr) up = up + load4<T>(to.bias + to.n + column);
+                    y = make_float4(silu_times(y.x, up.x), silu_times(y.y, up.y), silu_times(y.z, up.z),
+                                    silu_times(y.w, up.w));
+                }
+                if (to.target == kToResidual) y = residual[i] + y;
+                to.store(token, column, y);
             }
-            to.store(split + kSplits * (unit / kQuads), column, to.target == kToResidual ? residual[i] + y : y);
+            if constexpr (!kGated) {
+                if (to.next_x != nullptr) to.store_next(token, column, present, y);
+            }
         }
     }
 }
 
 // Grid (tiles * splits, ceil(rows / kTokens)), cluster (splits), 128 * kGroups + 32 threads. Shared memory: 1,024 bytes
 // to align, `stages` stages of kStageBytes, at least the partial sums [kTokens][kPitch] as float, two barriers a stage.
-// k_steps = ceil(k / kStep), n a multiple of 8, out (rows at out_stride) and bias aligned to 4 of their elements.
+// n and k multiples of 8, out (rows at out_stride) and bias aligned to 4 of their elements. `squares` [k / 64]
+// [squares_stride], or null: of x's deferred norm; next_x, next_norm and next_squares, or null: of the one behind.
 template <typename T, int kTokens, int kGroups, bool kGated>
 __global__ void __launch_bounds__(128 * kGroups + 32, 1)
-batch_linear_sm90(void* out, const T* bias, const __grid_constant__ TensorMap weight_map,
-                  const __grid_constant__ TensorMap x_map, i64 out_stride, int rows, int n, int k_steps, int splits,
-                  int stages, int target) {
+batch_linear_sm90(void* out, const T* bias, const float* squares, T* next_x, const float* next_norm,
+                  float* next_squares, const __grid_constant__ TensorMap weight_map,
+                  const __grid_constant__ TensorMap x_map, i64 out_stride, int rows, int n, int k, int splits,
+                  int stages, int target, int squares_stride, float eps) {
     constexpr int kWeightBytes = kGroups * kGroupRows * 128, kStageBytes = kWeightBytes + kTokens * 128;
     constexpr int kPitch = kGroups * kGroupRows + 4;  // 4 floats more: the stores of a warp meet every bank once
     constexpr int kOutputs = kGroups * kGroupRows / (kGated ? 2 : 1);
     extern __shared__ u8 shared[];
+    __shared__ float scales[kTokens];
     const u32 base = (smem_addr(shared) + 1023) & ~1023u;
     const u32 barriers = base + max(stages * kStageBytes, kTokens * kPitch * 4);
     const auto full = [&](int stage) { return barriers + 16 * stage; };
     const auto empty = [&](int stage) { return barriers + 16 * stage + 8; };
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
     const int tile = blockIdx.x / splits, split = blockIdx.x % splits, token0 = blockIdx.y * kTokens;
+    const int k_steps = ceil_div(k, kStep);
     const int first_step = k_steps * split / splits, steps = k_steps * (split + 1) / splits - first_step;
     const int ahead = min(stages, steps);
 
@@ -214,6 +252,10 @@ batch_linear_sm90(void* out, const T* bias, const __grid_constant__ TensorMap we
         __syncwarp();
     } else {
         wait_for_previous_grid();
+        if (squares != nullptr) {
+            for (int t = threadIdx.x; t < min(rows - token0, kTokens); t += 128 * kGroups)
+                scales[t] = thread_rms_scale(squares + token0 + t, squares_stride, k, eps);
+        }
         float sums[kTokens / 2];
         int stage = 0, before = 0;
         u32 phase = 0;
@@ -248,7 +290,10 @@ batch_linear_sm90(void* out, const T* bias, const __grid_constant__ TensorMap we
     if (splits > 1) cluster_sync();
     else __syncthreads();
 
-    const Outputs<T> to{out, bias, out_stride, n, token0, min(rows - token0, kTokens), target};
+    const Outputs<T> to{out,       bias,         squares == nullptr ? nullptr : scales,
+                        next_x,    next_norm,    next_squares,
+                        out_stride, n,           token0,
+                        min(rows - token0, kTokens), target, squares_stride};
     const int first_column = tile * kOutputs;
     if (splits == 1) reduce<T, kOutputs, kPitch, kGated, 1>(to, base, first_column, split);
     else if (splits == 2) reduce<T, kOutputs, kPitch, kGated, 2>(to, base, first_column, split);
