@@ -287,7 +287,7 @@ def test_graphs_give_the_tokens_of_launches(dtype, reference):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model = decoder_of(reference(), dtype, "cuda")
-    # In bfloat16 a prompt's products round otherwise when most of it is cached already: then kernels for few tokens run.
+    # In bfloat16 a prompt whose most is cached rounds otherwise: its products are those of few tokens.
     options = {"enable_prefix_caching": dtype == torch.float32}
     wanted = None
     for eager in (True, False):
