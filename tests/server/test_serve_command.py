@@ -172,6 +172,8 @@ def test_a_unix_socket_takes_the_place_of_a_dead_one_and_of_nothing_else(tmp_pat
     for _ in range(2):  # the second time the first one's file is there still
         with listen(ServerConfig(uds=str(path))) as listener:
             assert address(listener) == f"unix:{path}"
+            with pytest.raises(ConfigError, match=r"cannot be listened on: .*in use"):
+                listen(ServerConfig(uds=str(path)))
     path.unlink()
     path.write_text("precious")
     with pytest.raises(ConfigError, match="cannot be listened on"):

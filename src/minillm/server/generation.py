@@ -32,10 +32,11 @@ from minillm.server.intake import ReadBody, ReadPrompt
 from minillm.server.protocol import GenerationRequest
 from minillm.server.state import ServerState
 
-MAX_ATTACHED_ON_LOOP = 8
+MAX_PROMPTS_ON_LOOP = 8
+MAX_PROMPT_TOKENS_ON_LOOP = 4000
 MAX_ENTRIES_ON_LOOP = 2000
-"""Prompts to submit, and tokens with their alternatives to write out, that are done at once on the event loop; more
-goes to a thread."""
+"""Prompts to submit, their tokens (hashed for the prefix cache), and tokens with their alternatives
+to write out, echoed prompts included, that are done at once on the event loop; more goes to a thread."""
 
 
 @dataclass(slots=True)
@@ -57,6 +58,16 @@ class Call:
     def prompts(self) -> list[ReadPrompt]:
         """The call's prompts; each is one request of the engine."""
         return self.read.prompts
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def is_heavy(self, num_tokens: int) -> bool:
+        """Whether to write out an answer of so many tokens takes long: log-probabilities are many small objects."""
+        shown = self.num_prompt_tokens if getattr(self.request, "echo", False) else 0
+        return (num_tokens + shown) * (1 + (self.params.logprobs or 0)) > MAX_ENTRIES_ON_LOOP
 
 
 class ChunkWriter(Protocol):
@@ -160,7 +171,7 @@ class Endpoint(ABC):
             try:
                 if not runtime.submits_at_once(call.params):
                     return sinks, await self.state.intake.compile(attach, lambda: not collector.hung_up)
-                if len(arguments) > MAX_ATTACHED_ON_LOOP:
+                if len(arguments) > MAX_PROMPTS_ON_LOOP or call.num_prompt_tokens > MAX_PROMPT_TOKENS_ON_LOOP:
                     return sinks, await asyncio.to_thread(attach)
                 return sinks, attach()
             except DuplicateRequestError:
@@ -221,10 +232,8 @@ class Endpoint(ABC):
                     outputs[index] = item
         ordered = [outputs[index] for index in range(len(call.prompts))]
         tokens = sum(len(choice.token_ids) for output in ordered for choice in output.outputs)
-        # Log-probabilities of a long answer are many small objects.
-        heavy = tokens * (1 + (call.params.logprobs or 0)) > MAX_ENTRIES_ON_LOOP
         build = partial(self._encoded, call, ordered)
-        await exchange.answer_json(await asyncio.to_thread(build) if heavy else build())
+        await exchange.answer_json(await asyncio.to_thread(build) if call.is_heavy(tokens) else build())
 
     def _encoded(self, call: Call, outputs: Sequence[RequestOutput]) -> bytes:
         return sse.encode(self.answer(call, outputs))
@@ -232,6 +241,7 @@ class Endpoint(ABC):
     async def _stream(self, exchange: Exchange, call: Call, collector: Collector, sinks: Sequence[StreamSink]) -> None:
         frame = sse.ChunkFrame(call.id, self.chunk_kind, call.created, call.model, call.request.wants_usage)
         writer = self.writer(call, frame)
+        has_long_echo = call.is_heavy(0)
         outputs: list[RequestOutput] = []
         while len(outputs) < len(call.prompts):
             frames: list[bytes] = []
@@ -242,6 +252,8 @@ class Endpoint(ABC):
                 elif isinstance(item, RequestOutput):
                     outputs.append(item)
                     failure = failure or self._end_error(item)
+                elif has_long_echo:
+                    await asyncio.to_thread(writer.on_events, index, item, sinks[index], frames)
                 else:
                     writer.on_events(index, item, sinks[index], frames)
             if failure is not None and not (exchange.started or frames):
