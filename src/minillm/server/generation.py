@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from minillm.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
+from minillm.core.errors import DuplicateRequestError, EngineDeadError, InvalidParameterError, PromptTooLongError
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.engine_thread import Ticket
 from minillm.engine.outputs import RequestOutput, TokenEvent
@@ -118,6 +118,8 @@ class Endpoint(ABC):
             return
         except Exception as error:
             failure = as_api_error(error, self.state.retry_after())
+            if self.state.draining and isinstance(error, EngineDeadError):
+                failure = draining()  # it did not die: it was closed
             if exchange.started:
                 await exchange.write(failure.frame() + sse.DONE, more=False)
             else:
