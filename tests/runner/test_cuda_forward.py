@@ -362,7 +362,7 @@ def busy(loop: Loop, rounds: int = 5, tag: str = "", **params: Any) -> dict[str,
 
 def unpadded(loop: Loop) -> None:
     """Have the loop's steps with prefills launched as they come."""
-    loop.runner.cuda_forward.short._may_capture = False
+    loop.runner.cuda_forward.short.enabled = False
 
 
 BUSY = {"num_blocks": 200, "options": {"max_num_batched_tokens": 48}}

@@ -45,7 +45,8 @@ def sizes_for(decoder: CudaDecoder) -> list[int]:
 class ShortSteps:
     """Steps with prefill chunks, of at most as many tokens as the largest size, decode rows included.
 
-    `prefills` are the graphs of chunks alone, `mixed` those of decode rows and chunks.
+    `prefills` are the graphs of chunks alone, `mixed` those of decode rows and chunks. `enabled` says whether steps are
+    taken at all: not with attention that no graph can hold; it may be turned off to measure what that costs.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ShortSteps:
         sizes = sizes_for(decoder)
         self.prefills, self.mixed = StepGraphs(sizes, capture), StepGraphs(sizes, capture)
         self._decoder, self._attention, self._max_num_seqs = decoder, attention, max_num_seqs
-        self._may_capture = attention.prefill_layout is not None
+        self.enabled = attention.prefill_layout is not None
         self._layout: object = None
         most, device = sizes[-1], decoder.model.device
         self._workspace = decoder.workspace(most)
@@ -65,7 +66,7 @@ class ShortSteps:
     def padding(self, plan: StepPlan) -> Padding | None:
         """What to pad the plan's step to for :meth:`run`; None if it is none of these steps."""
         tokens, graphs = plan.num_tokens, self.prefills
-        if not plan.prefills or not self._may_capture or tokens > graphs.sizes[-1]:
+        if not plan.prefills or not self.enabled or tokens > graphs.sizes[-1]:
             return None
         size = graphs.size_for(tokens)
         return Padding(size, min(size, self._max_num_seqs), self._message)
