@@ -48,8 +48,8 @@ class Upload(Protocol):
     def together(self, arrays: Sequence[np.ndarray], target: Tensor | None = None) -> list[Tensor]:
         """Several arrays in one transfer. The tensors are valid until the next call of `together`.
 
-        `target` uint8, dense and large enough (:func:`packed_bytes`): there, valid as long as it is not written again;
-        so arrays of the same sizes get the same places.
+        With `target`, uint8, dense, a multiple of 16 bytes, large enough (:func:`packed_bytes`): there, and valid until
+        it is written again; arrays of the same sizes get the same places.
         """
         ...
 
@@ -100,9 +100,15 @@ def _views(target: Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int])
     """Tensors like the arrays in `target`, uint8, which has them at these offsets."""
     if offsets[-1] > len(target):
         raise ValueError(f"the arrays take {offsets[-1]} bytes, the target has {len(target)}")
+    typed: dict[np.dtype[Any], Tensor] = {}
     views = []
     for array, offset in zip(arrays, offsets, strict=False):
-        view = target[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype])
+        dtype = array.dtype
+        whole = typed.get(dtype)
+        if whole is None:
+            whole = typed[dtype] = target.view(_TORCH_DTYPES[dtype])
+        start = offset // dtype.itemsize
+        view = whole[start : start + array.size]
         views.append(view if array.ndim == 1 else view.view(array.shape))
     return views
 
@@ -193,9 +199,10 @@ class PinnedUpload:
             target = self._target
         views = _views(target, dense, offsets)
         staged = self._ring.take(end)
-        start = staged.data_ptr()
+        flat = staged.numpy()
         for array, offset in zip(dense, offsets, strict=False):
-            ctypes.memmove(start + offset, _address(array), array.nbytes)
+            if array.size:
+                flat[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._send(target, staged)
         return views
 
