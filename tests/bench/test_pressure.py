@@ -6,6 +6,11 @@ import pytest
 
 from minillm.bench import common, pressure
 from minillm.bench.program import get_program
+from minillm.bench.runs import drive, virtual_target
+from minillm.bench.virtual import StepCosts
+from minillm.bench.workloads import uniform
+from minillm.core.block_manager import blocks_for
+from minillm.core.config import SchedulerConfig
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -28,6 +33,34 @@ def test_a_quarter_of_the_pool_preempts_both_ways_and_changes_no_token(tmp_path,
     assert len(program.verdicts(saved)) == 4
     assert [verdict.met for verdict in program.verdicts(saved)][1::2] == [True, True]
     assert len(next(iter(program.tables(saved).values()))[1]) == 3 and program.draw(saved, path)[0].is_file()
+
+
+def test_the_default_workload_preempts_in_a_quarter_of_its_blocks() -> None:
+    options = pressure.Options(model="virtual", device="virtual")
+    work = uniform(options.requests, options.prompt, options.output, seed=options.seed)
+    assert sum(request.max_tokens for request in work.requests) <= 45_000
+    need = sum(blocks_for(request.own_tokens + request.max_tokens, 16) for request in work.requests)
+    # A step of Qwen3-0.6B in bfloat16 on an H200: fitted to two runs of this program there.
+    costs = StepCosts(
+        step=1.85e-3, decode_row=0, context_token=2.7e-8, prefill_token=3.3e-6, prefill_pair=0, swap_block=3.7e-5
+    )
+    rates = {}
+    for mode, blocks in (("room", need), ("swap", need // 4), ("recompute", need // 4)):
+        config = SchedulerConfig(
+            num_blocks=blocks,
+            max_num_seqs=options.requests,
+            max_num_batched_tokens=8192,
+            max_model_len=work.longest,
+            num_swap_blocks=blocks if mode == "swap" else 0,
+            preemption_mode="recompute" if mode == "recompute" else "swap",
+            enable_prefix_caching=False,
+        )
+        with virtual_target(costs, config) as target:
+            figures = drive(target, work).figures()
+        rates[mode] = figures["output_tok_per_s"]
+        preempted = figures["preemptions_swap"], figures["preemptions_recompute"]
+        assert preempted == (0, 0) if mode == "room" else preempted[mode == "recompute"] >= 10
+    assert min(rates["swap"], rates["recompute"]) > pressure.LEAST_RATIO * rates["room"]
 
 
 def test_the_first_difference_ends_what_counts_as_the_same() -> None:

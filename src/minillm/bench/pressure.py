@@ -31,14 +31,18 @@ LEAST_RATIO = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to run; lengths in tokens, drawn evenly. Outputs must outgrow what prompts leave free of the small pool."""
+    """What to run; lengths in tokens, drawn evenly.
+
+    Outputs must outgrow what the prompts leave free of the small pool: many prompts of about the same length leave
+    little, a few of very different lengths leave so much that nothing is ever preempted.
+    """
 
     model: str
     device: str
     dtype: str = "auto"
-    requests: int = 40
-    prompt: tuple[int, int] = (4096, 12_288)
-    output: tuple[int, int] = (256, 1024)
+    requests: int = 192
+    prompt: tuple[int, int] = (2048, 2560)
+    output: tuple[int, int] = (160, 304)
     runs: int = 3
     seed: int = 0
 
@@ -57,14 +61,14 @@ def measure(options: Options, progress: Callable[[str], None] = print) -> list[d
     expected: list[list[int]] = []
     for way in (ROOMY, SWAP, RECOMPUTE):
         blocks = need + 2 * options.requests if way == ROOMY else need // 4
-        swap_bytes = 0.0 if way != SWAP else need * _block_bytes(model) / (1 << 30)
+        swap_gib = blocks * _block_bytes(model) / (1 << 30) if way == SWAP else 0.0
         with open_target(
             model,
             max_num_seqs=options.requests,
             max_num_batched_tokens=8192,
             max_model_len=longest,
             num_gpu_blocks_override=blocks,
-            swap_space=swap_bytes,
+            swap_space=swap_gib,
             preemption_mode="recompute" if way == RECOMPUTE else "swap",
             enable_prefix_caching=False,
             block_size=BLOCK_SIZE,

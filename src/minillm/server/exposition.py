@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from minillm.core.errors import ConfigError
+from minillm.server.config import METRICS_PREFIXES
 from minillm.server.metrics import FINISHED_REASONS, ONE_TWO_FIVE, EngineMetrics, Histogram, Sums
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from minillm.core.stats import SchedulerStats
     from minillm.engine.runtime import Runtime
 
-PREFIXES = ("vllm", "minillm")
 OWN = "minillm:"
 WAIT_KINDS = ("blocks", "slots", "budget", "drain", "batch")
 HTTP_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -149,8 +149,8 @@ class EngineCollector(Collector):
 
     def __init__(self, runtime: Runtime, metrics: EngineMetrics, model_name: str, prefix: str = "vllm") -> None:
         """`metrics` is the runtime's observer. Raises :class:`ConfigError` for an unknown prefix."""
-        if prefix.removesuffix(":") not in PREFIXES:
-            raise ConfigError(f"metrics_prefix={prefix!r} must be one of {', '.join(PREFIXES)}")
+        if prefix.removesuffix(":") not in METRICS_PREFIXES:
+            raise ConfigError(f"metrics_prefix={prefix!r} must be one of {', '.join(METRICS_PREFIXES)}")
         self._runtime = runtime
         self._metrics = metrics
         self._prefix = prefix.removesuffix(":") + ":"

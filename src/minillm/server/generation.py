@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,37 +66,34 @@ class ChunkWriter(Protocol):
         """Append the frames of these events."""
 
 
-class Endpoint:
+class Endpoint(ABC):
     """An ASGI application for one kind of generation; subclasses say what is theirs."""
 
     prefix: str
     """First part of the answer's id."""
     kind: str
     """What the intake reads the body as."""
+    chunk_kind: str
+    """The `object` of a stream's chunks."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
 
+    @abstractmethod
     def params(self, request: Any, defaults: SamplingParams) -> SamplingParams:
         """Sampling parameters of a call, `max_tokens` None where the call does not say. Raises a RequestError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def default_max_tokens(self, room: int) -> int:
         """Tokens to generate where neither the call nor the model says, `room` being what the context has left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, call: Call, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of a whole answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def writer(self, call: Call, frame: sse.ChunkFrame) -> ChunkWriter:
         """The writer of a stream."""
-        raise NotImplementedError
-
-    @property
-    def chunk_kind(self) -> str:
-        """The `object` of a stream's chunks."""
-        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call. Whatever goes wrong becomes an error object; a client that has gone gets nothing."""
