@@ -30,6 +30,7 @@ from minillm.bench.runs import Target, open_target
 from minillm.core.errors import ConfigError
 from minillm.core.request import Request
 from minillm.core.sampling_params import SamplingParams
+from minillm.engine.process import own_process
 from minillm.models.decoder import Decoder
 
 SETTLE, TIMED, TRACED = 24, 64, 12
@@ -309,4 +310,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    own_process()
     raise SystemExit(main())
