@@ -179,6 +179,13 @@ def test_a_unix_socket_takes_the_place_of_a_dead_one_and_of_nothing_else(tmp_pat
     assert path.read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["header_timeout", "body_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_in_which_nobody_could_send_anything(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig(**{name: value})
+
+
 def test_sizes_and_ranges() -> None:
     assert [parse_size(text) for text in ("8MiB", "512K", "1000", "2 mb", "1G")] == [
         8 << 20,

@@ -109,6 +109,10 @@ class GrammarCompiler:
             raise InvalidParameterError(f"structured_outputs.{spec.kind}", _value(spec), rule)
         return found
 
+    def knows(self, spec: StructuredOutputs) -> bool:
+        """Whether :meth:`compile` has the answer already."""
+        return self._look_up(spec) is not None
+
     def has_made(self, grammar: CompiledGrammar) -> bool:
         """Whether the grammar is for this tokenizer."""
         return grammar.vocabulary is self._vocabulary

@@ -150,18 +150,19 @@ class Endpoint(ABC):
     ) -> tuple[list[StreamSink], list[Ticket]]:
         """Queue the call's requests. A live request of the same id gives this one another."""
         self._check_number(call)
-        mailbox = self.state.mailbox
+        runtime, mailbox = self.state.runtime, self.state.mailbox
         streams = bool(call.request.stream)
         sinks = [StreamSink(mailbox, collector, index, streams) for index in range(len(call.prompts))]
         timeout = self._timeout(exchange, call.request)
         while True:
             arguments = [self._arguments(call, index, timeout) for index in range(len(call.prompts))]
-            requests = list(zip(arguments, sinks, strict=True))
+            attach = partial(runtime.attach, list(zip(arguments, sinks, strict=True)))
             try:
-                if call.params.structured_outputs is None and len(requests) <= MAX_ATTACHED_ON_LOOP:
-                    return sinks, self.state.runtime.attach(requests)
-                # A grammar is compiled there, which may take a while, and so may a long list.
-                return sinks, await asyncio.to_thread(self.state.runtime.attach, requests)
+                if not runtime.submits_at_once(call.params):
+                    return sinks, await self.state.intake.compile(attach, lambda: not collector.hung_up)
+                if len(arguments) > MAX_ATTACHED_ON_LOOP:
+                    return sinks, await asyncio.to_thread(attach)
+                return sinks, attach()
             except DuplicateRequestError:
                 call.id = f"{call.id}-{uuid.uuid4().hex[:8]}"
 
