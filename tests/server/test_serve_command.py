@@ -172,11 +172,20 @@ def test_a_unix_socket_takes_the_place_of_a_dead_one_and_of_nothing_else(tmp_pat
     for _ in range(2):  # the second time the first one's file is there still
         with listen(ServerConfig(uds=str(path))) as listener:
             assert address(listener) == f"unix:{path}"
+            with pytest.raises(ConfigError, match=r"cannot be listened on: .*in use"):
+                listen(ServerConfig(uds=str(path)))
     path.unlink()
     path.write_text("precious")
     with pytest.raises(ConfigError, match="cannot be listened on"):
         listen(ServerConfig(uds=str(path)))
     assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["header_timeout", "body_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_in_which_nobody_could_send_anything(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig(**{name: value})
 
 
 def test_sizes_and_ranges() -> None:

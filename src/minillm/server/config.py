@@ -51,9 +51,11 @@ class ServerConfig:
             raise ConfigError(f"port={self.port} must be in [0, 65535]")
         if self.max_body_size < 1:
             raise ConfigError(f"max_body_size={self.max_body_size} must be at least 1 byte")
-        for name in ("grace", "header_timeout", "body_timeout"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds >= 0")
+        if not 0 <= self.grace < 1e9:
+            raise ConfigError(f"grace={self.grace} must be a number of seconds >= 0")
+        for name in ("header_timeout", "body_timeout"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds > 0")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ConfigError("api_key must be printable ASCII and not empty")
         if not all(self.served_model_names):

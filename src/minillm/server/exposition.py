@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 OWN = "minillm:"
 WAIT_KINDS = ("blocks", "slots", "budget", "drain", "batch")
+CLIENT_GONE = 499
+"""Status label of a call whose client hung up before it was answered (nginx's number): nobody's failure here."""
 HTTP_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 Reading = Callable[["SchedulerStats", Sums, int], float]
@@ -285,7 +287,7 @@ class HttpMetrics:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        status = CLIENT_GONE
         begin = asyncio.get_running_loop().time()
 
         async def counted(message: Message) -> None:
@@ -296,6 +298,9 @@ class HttpMetrics:
 
         try:
             await self._app(scope, receive, counted)
+        except Exception:
+            status = 500
+            raise
         finally:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             handler = getattr(scope.get("route"), "path", "none")

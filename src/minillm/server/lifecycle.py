@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -107,8 +108,9 @@ class Server(uvicorn.Server):
             end = time.monotonic() + ANSWER_TIME
             while self._state.num_calls and time.monotonic() < end:
                 await asyncio.sleep(POLL_INTERVAL)
-        finally:
-            self.should_exit = True
+        except Exception:
+            logger.exception("the runtime could not be closed; leaving all the same")
+        self.should_exit = True
 
 
 def make_server(app: FastAPI, on_ready: Callable[[], None] | None = None) -> Server:
@@ -133,9 +135,7 @@ def listen(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises :class:`ConfigError` where the address cannot be used."""
     try:
         if config.uds is not None:
-            path = Path(config.uds)
-            if path.is_socket():  # left by a server that was killed; any other file is not ours to remove
-                path.unlink()
+            _remove_dead_socket(Path(config.uds))
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(config.uds)
             listener.listen(BACKLOG)
@@ -145,6 +145,19 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         where = f"uds={config.uds!r}" if config.uds is not None else f"host={config.host!r}, port={config.port}"
         raise ConfigError(f"{where} cannot be listened on: {error.strerror or error}") from None
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Make place where a server has left its socket; one that is in use, or another file, is not ours to remove."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def address(listener: socket.socket) -> str:
