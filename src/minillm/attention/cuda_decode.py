@@ -207,8 +207,6 @@ class DecodePlan:
         if not 1 <= num_seqs <= self.max_seqs:
             raise ValueError(f"seq_lens has {num_seqs} rows, the plan has room for 1 to {self.max_seqs}")
         self.num_seqs = num_seqs
-        # Not as a dependent: what is enqueued behind it starts when all that is in front of it has ended, which is what
-        # `history_ready` builds on.
         self._plan_kernel.launch(
             len(self._plan_of),
             _PLAN_THREADS,
@@ -265,9 +263,9 @@ def paged_decode(
     `out` [num_seqs, num_q_heads, head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and
     strides that don't fit.
 
-    `history_ready` says that since ``plan.update`` nothing was enqueued that writes block tables, or K and V but those
-    of each sequence's last token: then they are copied while the launches in front still run. It holds for the layers
-    of a model's step.
+    `history_ready`: block tables, and K and V of all but each sequence's last token, are complete once the launches in
+    front of this one have started. Then they are copied while those still run. It holds for the layers of a model's
+    step: ``embed``, behind everything that prepares it, lets no launch start before its own wait has ended.
     """
     check_paged_cache(k_cache, v_cache)
     num_seqs, device, dtype = plan.num_seqs, plan.device, plan.dtype

@@ -40,7 +40,7 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 embed(float* residual, const i64* ids, const T* __restrict__ embedding, i64 vocab, int hidden) {
     wait_for_previous_grid();
-    let_next_grid_start();
+    let_next_grid_start();  // behind the wait: paged_decode's `history_ready` builds on it
     const i64 token = blockIdx.x, id = ids[token];
     const bool known = u64(id) < u64(vocab);
     const T* const row = embedding + (known ? id : 0) * hidden;

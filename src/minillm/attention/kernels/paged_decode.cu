@@ -289,8 +289,8 @@ constexpr int kResidentBlocks = kDim == 256 ? 1 : 2;
 // Arguments as in Args. grid: multiprocessors * resident blocks. Strides in elements, spill_stride in float4. window 0:
 // none; cap_log2 0: no soft cap. `plan` was made by paged_decode_plan for this window, or without one.
 //
-// `history_ready`: whatever launches of this step are still under way in front of this one write no K and V but those of
-// each sequence's last token, and neither plan nor tables. Then copies start before the wait for them.
+// `history_ready`: once the launches in front of this one have started, plan and tables are complete, and K and V but for
+// each sequence's last token. Then copies start before the wait for them.
 template <typename T, int kDim, int kStages>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDim>)
 paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* tables, const int4* plan,
