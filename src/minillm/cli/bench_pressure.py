@@ -31,7 +31,14 @@ from minillm.core.errors import ConfigError
 def modes(
     model: Model = "smollm2-135m",
     device: Device = "auto",
-    dtype: DType = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="As for `minillm generate` [auto; a CPU that multiplies bfloat16: bfloat16, whose steps cost about "
+            "the same for one row and for eight].",
+            show_default=False,
+        ),
+    ] = None,
     lengths: Annotated[
         list[str] | None,
         typer.Option(help="Of the outputs: uniform, lognormal, fixed; may be repeated.", show_default=False),
@@ -54,10 +61,11 @@ def modes(
 
     rows = None
     if from_csv is None:
+        where = device_of(device).type
         options = bench.Options(
             model=model,
-            device=device_of(device).type,
-            dtype=dtype,
+            device=where,
+            dtype=dtype or bench.default_dtype(where),
             lengths=lengths or ("uniform", "lognormal"),
             requests=requests,
             prompt=prompt,
