@@ -83,7 +83,15 @@ def modes(
 @bench_app.command("stress")
 @with_options()
 def stress(
-    model: Model = "smollm2-135m",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="As for `minillm generate`, or random:SHAPE [CPU: random:toy; GPU: smollm2-135m].",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: DType = "auto",
     design: Annotated[
@@ -120,9 +128,10 @@ def stress(
     rows = None
     if from_csv is None:
         queues, victims = _own_policies(policy_file)
+        where = device_of(device).type
         options = bench.Options(
-            model=model,
-            device=device_of(device).type,
+            model=model or ("random:toy" if where == "cpu" else "smollm2-135m"),
+            device=where,
             dtype=dtype,
             design=design,
             factors=tuple(factor) if factor else bench.FACTORS,
