@@ -28,12 +28,11 @@ class ReferenceKernels:
     def plan(self, meta: CudaMetadata) -> None:
         self._meta = meta
         self.plans += 1
-        assert meta.context_lens.dtype == meta.query_start.dtype == meta.prefill_query_start.dtype == torch.int32
-        assert meta.query_start.tolist()[meta.num_decodes :] == [
-            start + meta.num_decodes for start in meta.prefill_query_start.tolist()
-        ]
+        assert meta.decode_lens.dtype == meta.prefill_lens.dtype == meta.prefill_query_start.dtype == torch.int32
+        assert len(meta.decode_lens) == meta.num_decodes
+        assert meta.first_prefill in (0, meta.num_decodes)
         assert meta.host_query_start.tolist() == meta.prefill_query_start.tolist()
-        assert meta.host_context_lens.tolist() == meta.context_lens.tolist()[meta.num_decodes :]
+        assert meta.host_context_lens.tolist() == meta.prefill_lens.tolist()
 
     @property
     def prefill_layout(self) -> object | None:
@@ -51,44 +50,48 @@ class ReferenceKernels:
     ) -> None:
         assert self._meta is not None
         assert len(q) == self._meta.num_decodes
-        lens = self._meta.context_lens[: len(q)].tolist()
-        self._attend("decode", q, k_cache, v_cache, tables, [1] * len(q), lens, params, out)
+        lens = self._meta.decode_lens.tolist()
+        own = [i for i, length in enumerate(lens) if length >= 0]
+        self.calls.append(("decode", len(own)))
+        used = [i for i in own if lens[i]]
+        out[own] = 0  # rows of padding have no context: a kernel gives zeros
+        self._attend(q, k_cache, v_cache, tables, [slice(i, i + 1) for i in used], used, lens, params, out)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
     ) -> None:
         assert self._meta is not None
-        queries = self._meta.prefill_query_start.diff().tolist()
-        lens = self._meta.context_lens[self._meta.num_decodes :].tolist()
-        tokens = sum(queries)  # behind them there may be padding
-        self._attend("prefill", q[:tokens], k_cache, v_cache, tables, queries, lens, params, out[:tokens])
+        start = self._meta.prefill_query_start.tolist()
+        used = [i for i in range(len(start) - 1) if start[i] < start[i + 1]]
+        self.calls.append(("prefill", len(used)))
+        lens = self._meta.prefill_lens.tolist()
+        spans = [slice(start[i], start[i + 1]) for i in used]
+        self._attend(q, k_cache, v_cache, tables, spans, used, lens, params, out)
 
+    @staticmethod
     def _attend(
-        self,
-        kind: str,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         tables: Tensor,
-        queries: list[int],
+        spans: list[slice],
+        sequences: list[int],
         lens: list[int],
         params: LayerAttention,
         out: Tensor,
     ) -> None:
-        self.calls.append((kind, len(queries)))
+        """Attention of some sequences, whose queries are at `spans`; all other rows of `out` are left alone."""
         assert tables.dtype == torch.int32
         assert out.shape == q.shape
-        # Rows of padding have no context: a kernel gives zeros.
-        assert all(lens[: len(q)]) or kind == "decode"
-        used = [i for i, length in enumerate(lens) if length]
-        if len(used) == len(lens):
-            out.copy_(paged_attention_reference(q, k_cache, v_cache, tables.tolist(), queries, lens, params))
+        if not sequences:
             return
-        out.zero_()
-        some = paged_attention_reference(
-            q[used], k_cache, v_cache, tables[used].tolist(), [1] * len(used), [lens[i] for i in used], params
+        rows = [row for span in spans for row in range(span.start, span.stop)]
+        queries = [span.stop - span.start for span in spans]
+        contexts = [lens[i] for i in sequences]
+        assert all(0 < count <= context for count, context in zip(queries, contexts, strict=True))
+        out[rows] = paged_attention_reference(
+            q[rows], k_cache, v_cache, tables[sequences].tolist(), queries, contexts, params
         )
-        out[used] = some
 
     def prepare_decode(
         self, num_rows: int, buffers: DecodeBuffers, tables: Tensor, last_tokens: Tensor, block_size: int

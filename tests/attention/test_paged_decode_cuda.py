@@ -204,6 +204,24 @@ class TestAgainstReference:
         out = check(batch, params_for(batch))
         assert (out[[0, 2, 4]] == 0).all()
 
+    def test_rows_of_negative_length_are_left_alone(self):
+        lens = [-1, 40, -1, 700, 0, -1] + [-1] * 300 + [9000]
+        owned = [i for i, length in enumerate(lens) if length >= 0]
+        batch = make_batch([max(length, 0) for length in lens])
+        params = params_for(batch)
+        wanted = check(batch, params)[owned]
+        for window in (None, 64):
+            batch.lens = lens
+            params = params_for(batch, window=window)
+            plan = batch.plan(sliding_windows=(None, window))
+            out = batch.run(params, plan)
+            assert out.isnan().flatten(1).all(1).sum() == len(lens) - len(owned)
+            assert window or torch.equal(out[owned], wanted)
+            batch.lens = [max(length, 0) for length in lens]
+            assert torch.equal(out[owned], batch.run(params)[owned])
+        batch.lens = [-1] * len(lens)  # not one of its own
+        assert batch.run(params).isnan().all()
+
     def test_query_rows_of_a_packed_product(self):
         batch = make_batch([33, 400])
         packed = torch.randn(2, 8 * 128 + 512, device="cuda").to(batch.q.dtype)

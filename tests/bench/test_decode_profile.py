@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+from contextlib import contextmanager
 
 import pytest
 
 from minillm.bench import decode_profile
 from minillm.bench.decode_profile import Span, kernel_rows
+from minillm.core.errors import ConfigError
 
 
 def test_overlapping_kernels_are_busy_once_and_gaps_are_what_is_left():
@@ -42,3 +44,26 @@ def test_a_run_reports_the_step_its_parts_and_the_floor(tmp_path, monkeypatch, c
         assert sum(parts) + us["engine and output"] == pytest.approx(us["mean"], abs=0.1)
         assert 0 < us["floor"] < us["median"]
     assert "batch 3:" in capsys.readouterr().out
+
+
+def test_with_arrivals_every_step_has_a_chunk_beside_the_rows_that_decode(tmp_path, monkeypatch):
+    for name in ("SETTLE", "TIMED", "TRACED"):
+        monkeypatch.setattr(decode_profile, name, 5)
+    steps = []
+    opened = decode_profile.open_target
+
+    @contextmanager
+    def recorded(*args, **kwargs):
+        with opened(*args, **kwargs) as target:
+            yield target
+            log = target.recorder.steps
+            steps.extend(zip(log.decode_rows, log.prefill_tokens, strict=True))
+
+    monkeypatch.setattr(decode_profile, "open_target", recorded)
+    path = tmp_path / "profile.csv"
+    command = ["--model", "random:tiny", "--device", "cpu", "--batches", "3", "--context", "20", "--arrivals", "30"]
+    assert decode_profile.main([*command, "--output", str(path)]) == 0
+    assert steps.count((3, 30)) >= 9
+    assert {row["arrivals"] for row in csv.DictReader(path.open())} == {"30"}
+    with pytest.raises(ConfigError, match="launch_mixed=True is for a GPU"):
+        decode_profile.main([*command, "--launch-mixed"])

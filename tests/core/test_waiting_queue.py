@@ -125,6 +125,9 @@ def test_lazy_heap_gives_the_same_order_as_sorting(policy):
         if live:
             assert q.head() is min(live, key=q.key)
             assert q.in_order() == sorted(live, key=q.key)
+            some = rng.choice(live)
+            ahead = q.ahead_of(some)
+            assert sorted(ahead, key=q.key) == q.in_order()[: q.in_order().index(some)]
     assert len(q) == len(live)
 
 

@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def toy_tokenizer(**options: Any) -> Tokenizer:
+def toy_tokenizer(more_specials: Sequence[str] = (), **options: Any) -> Tokenizer:
     """Byte-level, without merges: text is encoded byte by byte; ids of WORDS and SPECIALS come after the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [word.replace(" ", "\u0120") if word.isascii() else "\u00c3\u0126" for word in WORDS]
@@ -45,7 +45,9 @@ def toy_tokenizer(**options: Any) -> Tokenizer:
     backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in (*SPECIALS, *more_specials)]
+    )
     eos = backend.token_to_id("<eos>")
     settings: dict[str, Any] = {"eos_token_id": eos, "chat_templates": {"default": CHAT_TEMPLATE}, **options}
     return Tokenizer(backend, **settings)

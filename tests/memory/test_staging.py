@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minillm.memory.staging import HostUpload, PinnedUpload, StagingRing, to_pinned, upload_to
+from minillm.memory.staging import HostUpload, PinnedUpload, StagingRing, packed_bytes, to_pinned, upload_to
 
 
 class Clock:
@@ -156,6 +156,23 @@ def test_packed_transfers_reuse_their_place_and_single_ones_do_not() -> None:
     assert kept.tolist() == [0, 1, 2, 3]
     large = upload.together([np.arange(20_000)])
     assert large[0].tolist() == list(range(20_000))
+
+
+@pytest.mark.parametrize("make", [HostUpload, pinned_upload], ids=["host", "pinned"])
+def test_packed_transfers_into_a_given_place_stay_there(make) -> None:
+    upload = make()
+    target = torch.zeros(packed_bytes(ARRAYS), dtype=torch.uint8)
+    first = upload.together(ARRAYS, target)
+    assert [tensor.shape for tensor in first] == [array.shape for array in ARRAYS]
+    begin = target.data_ptr()
+    assert all(begin <= tensor.data_ptr() < begin + len(target) for tensor in first if tensor.numel())
+    second = upload.together([array.copy() for array in ARRAYS[:-1]], target)
+    assert [tensor.data_ptr() for tensor in second] == [tensor.data_ptr() for tensor in first[:-1]]
+    upload.together(ARRAYS[:1])  # another place
+    for tensor, array in zip(first, ARRAYS, strict=True):
+        assert np.array_equal(tensor.numpy(), array)
+    with pytest.raises(ValueError, match=f"the arrays take {len(target)} bytes, the target has {len(target) - 1}"):
+        upload.together(ARRAYS, target[:-1])
 
 
 def test_a_cpu_uploads_nothing() -> None:

@@ -165,7 +165,8 @@ class Loop:
         self.scheduler.submit(request, self.now)
         return request
 
-    def run(self, max_steps: int = 2000) -> dict[str, list[int]]:
+    def run(self, max_steps: int = 2000, *, to_the_end: bool = True) -> dict[str, list[int]]:
+        """All tokens so far, after as many steps or, with `to_the_end`, when every request has ended."""
         in_flight: list[tuple[Any, Any]] = []
         for _ in range(max_steps):
             self.now += 1.0
@@ -182,7 +183,9 @@ class Loop:
             in_flight.append((plan, handle))
             if not self.overlap:
                 self._commit(*in_flight.pop(0))
-        assert not self.scheduler.has_live_requests
+        for plan, handle in in_flight:
+            self._commit(plan, handle)
+        assert not to_the_end or not self.scheduler.has_live_requests
         return dict(self.tokens)
 
     def _commit(self, plan: Any, handle: Any) -> None:

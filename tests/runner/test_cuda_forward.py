@@ -13,13 +13,13 @@ import torch
 from step_loop import VOCAB, Loop, decoder_of, prompt, tiny_reference, wide_head_reference
 
 from minillm.attention.cuda_prepare import HEADER_INTS, DecodeBuffers, pack_step, prepare_decode
-from minillm.core.plan import DecodeBatch, StepPlan, TableUpdate
+from minillm.core.plan import DecodeBatch, PrefillChunk, StepPlan, TableUpdate
 from minillm.models.cuda_decoder import why_not
 from minillm.models.decoder import Decoder
 from minillm.runner.cuda_graphs import StepGraphs
 from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.pytorch_model_runner import NOT_FINITE
-from minillm.runner.short_prefill import SIZES, sizes_for
+from minillm.runner.short_steps import SIZES, ShortSteps, sizes_for
 from reference_kernels import ReferenceKernels, ReferenceOps
 
 cuda = pytest.mark.cuda
@@ -199,7 +199,7 @@ def test_models_that_cannot_be_fused_say_why():
     assert isinstance(decoder, Decoder)
 
 
-# ---- Short prefills --------------------------------------------------------------------------------------------------
+# ---- Short prefills, alone and beside decode rows --------------------------------------------------------------------
 
 
 class CountingGraphs(StepGraphs):
@@ -219,38 +219,201 @@ class CountingGraphs(StepGraphs):
         super().forget()
 
 
+def counted(loop: Loop) -> ShortSteps:
+    short = loop.runner.cuda_forward.short
+    short.prefills, short.mixed = CountingGraphs(short.prefills), CountingGraphs(short.mixed)
+    return short
+
+
 def test_short_prefills_are_padded_and_give_the_tokens_of_long_ones():
     results = []
     for budget, layout in ((400, "fixed"), (400, None), (40, "fixed")):
         loop = make("cpu", num_blocks=200, options={"max_num_batched_tokens": budget})
         loop.runner_options["kernels"].layout = layout
-        short = loop.runner.cuda_forward.short_prefill
-        short.graphs = CountingGraphs(short.graphs)
+        short = counted(loop)
         for i, length in enumerate((5, 33, 60, 90)):
             loop.submit(f"{i}", prompt(length, i), max_tokens=4)
         results.append(loop.run())
         loop.submit("4", prompt(150, 4), max_tokens=4)
         results[-1].update(loop.run())
         if layout is None:  # launches that no graph can hold
-            assert short.graphs.ran == []
+            assert short.prefills.ran == short.mixed.ran == []
         elif budget == 400:
-            assert short.graphs.ran == [192, 192]
-            assert short.graphs.dropped == 1  # there was none to drop yet
-        else:  # the steps between have decode rows beside the chunks
-            assert short.graphs.ran[0] == 64
+            assert short.prefills.ran == [192, 192]
+            assert short.mixed.ran == []
+            assert short.prefills.dropped == 1  # there was none to drop yet
+        else:  # most of the steps between have decode rows beside the chunks
+            assert short.prefills.ran[0] == 64
+            assert len(short.mixed.ran) > 3
     assert results[0] == results[1] == results[2]
 
 
-def test_graphs_of_short_prefills_are_dropped_when_the_lists_that_they_read_move():
+def test_graphs_are_dropped_when_the_lists_that_they_read_move():
     loop = make("cpu", num_blocks=200)
-    short = loop.runner.cuda_forward.short_prefill
-    short.graphs = CountingGraphs(short.graphs)
+    short = counted(loop)
     for i, layout in enumerate((1, 1, 2, 2, 1)):
         loop.runner_options["kernels"].layout = layout
         loop.submit(f"{i}", prompt(20, i), max_tokens=1)
         loop.run()
-    assert short.graphs.ran == [32] * 5
-    assert short.graphs.dropped == 3
+    assert short.prefills.ran == [32] * 5
+    assert short.prefills.dropped == short.mixed.dropped == 3
+
+
+def test_without_attention_that_a_graph_can_hold_no_step_is_padded():
+    kernels = ReferenceKernels()
+    kernels.layout = None  # from the start, as with the simple kernel
+    loop = make("cpu", runner_options={"kernels": kernels})
+    kernels.layout = "fixed"
+    chunk = PrefillChunk("a", 0, [1, 2, 3], 0, 3, [5], (0,), 0, False)
+    assert loop.runner.cuda_forward.prepare(StepPlan(0, DecodeBatch(), [chunk])).padded is None
+
+
+def mixed_plan(decodes: int = 3) -> StepPlan:
+    """Rows 0 .. decodes - 1 decode at positions 10, 11, ...; rows 10 and 11 bring chunks of 4 and 9 tokens."""
+    rows = list(range(decodes))
+    positions = [10 + row for row in rows]
+    slots = [8 * (20 + 2 * row + position // 8) + position % 8 for row, position in enumerate(positions)]
+    columns = DecodeBatch([f"{row}" for row in rows], rows, [-1] * decodes, positions, slots, [1] * decodes)
+    first = PrefillChunk("first", 10, [7, 8, 9, 10], 6, 10, [1, 2], (10,), 0, False)
+    second = PrefillChunk("second", 11, list(range(40, 49)), 0, 9, [3, 4], (), 0, False)
+    updates = [TableUpdate(row, 0, [20 + 2 * row, 21 + 2 * row]) for row in rows]
+    updates += [TableUpdate(10, 0, [1, 2]), TableUpdate(11, 0, [3, 4])]
+    return StepPlan(0, columns, [first, second], table_updates=updates)
+
+
+def test_a_mixed_step_is_laid_out_as_both_kernels_read_it():
+    loop = make("cpu")
+    forward, builder = loop.runner.cuda_forward, loop.runner.builder
+    plan = mixed_plan()
+    builder.update_tables(plan.table_updates)
+    batch = forward.prepare(plan)
+    meta, (ids, positions) = batch.metadata, batch.padded
+    assert batch.num_tokens == 16
+    assert len(ids) == len(positions) == len(meta.slot_mapping) == 16
+    builder.update_tables(plan.table_updates)
+    shorter = plan.prefills[1]._replace(token_ids=[40, 41], end=2)
+    batch = forward.prepare(StepPlan(1, plan.decodes, [plan.prefills[0], shorter]))
+    meta, (ids, positions) = batch.metadata, batch.padded
+    assert (batch.num_tokens, len(ids)) == (9, 16)
+    assert ids.tolist() == [0, 0, 0, 7, 8, 9, 10, 40, 41] + [0] * 7  # placeholders are looked up on the device
+    assert positions.tolist() == [10, 11, 12, 6, 7, 8, 9, 0, 1] + [0] * 7
+    assert meta.slot_mapping.tolist() == [170, 187, 204, 14, 15, 16, 17, 24, 25] + [-1] * 7
+    assert batch.slots.tolist() == meta.slot_mapping.tolist()[:9]
+    assert meta.rows.tolist() == [0, 1, 2, 10, 11] + [0] * 11
+    assert (meta.num_decodes, meta.first_prefill) == (16, 0)
+    assert meta.decode_lens.tolist() == [11, 12, 13] + [-1] * 13
+    assert meta.prefill_lens.tolist()[3:5] == [10, 2]
+    assert meta.prefill_query_start.tolist() == [3, 3, 3, 3, 7] + [9] * 12
+    assert batch.logit_tokens.tolist() == [0, 1, 2, 6]
+    assert batch.sampling_rows == [0, 1, 2, 10]
+    assert [tensor.tolist() for tensor in batch.placeholders] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_steps_padded_alike_are_read_from_the_same_places():
+    """Whatever else travels with them: a graph holds addresses."""
+    loop = make("cpu")
+    forward = loop.runner.cuda_forward
+    places = []
+    for decodes in (1, 2, 3):
+        for end in (2, 9 - decodes):
+            plan = mixed_plan(decodes)
+            chunks = [plan.prefills[0], plan.prefills[1]._replace(token_ids=[1] * end, end=end)]
+            batch = forward.prepare(StepPlan(0, plan.decodes, chunks))
+            meta = batch.metadata
+            tensors = (*batch.padded, meta.slot_mapping, meta.rows, meta.decode_lens)
+            places.append([(tensor.data_ptr(), tensor.shape) for tensor in tensors])
+    assert all(place == places[0] for place in places)
+
+
+class Replays:
+    """Captures in place of a GPU's: a graph runs again what was captured, with the sizes and tensors of that step.
+
+    Of the step that it is replayed for it knows nothing but what is in the memory that the captured step read.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.kernels, self.attention = loop.runner_options["kernels"], loop.runner.cuda_forward._attention
+        self.replayed = 0
+
+    def __call__(self, work):
+        kernels, attention = self.kernels, self.attention
+        metas, tables = (kernels._meta, attention._meta), attention._step_tables
+
+        def replay() -> None:
+            now = kernels._meta, attention._meta, attention._step_tables
+            (kernels._meta, attention._meta), attention._step_tables = metas, tables
+            work()
+            kernels._meta, attention._meta, attention._step_tables = now
+            self.replayed += 1
+
+        return type("Graph", (), {"replay": staticmethod(replay)})()
+
+
+def busy(loop: Loop, rounds: int = 5, tag: str = "", **params: Any) -> dict[str, list[int]]:
+    """Requests that arrive while others decode: short ones, long ones in chunks, some with a prefix that is cached."""
+    for round_ in range(rounds):
+        for i in range(4):
+            shared = prompt(24, 9) if i % 2 else []
+            ids = shared + prompt((3, 30, 11, 70)[i] + round_, 10 * round_ + i)
+            loop.submit(f"{tag}{round_} {i}", ids, max_tokens=12 + 3 * i, seed=10 * round_ + i, **params)
+        loop.run(max_steps=7, to_the_end=False)
+    return loop.run()
+
+
+def unpadded(loop: Loop) -> None:
+    """Have the loop's steps with prefills launched as they come."""
+    loop.runner.cuda_forward.short.enabled = False
+
+
+BUSY = {"num_blocks": 200, "options": {"max_num_batched_tokens": 48}}
+PRESSED = {
+    "num_blocks": 26,
+    "num_swap_blocks": 200,
+    "options": {
+        "max_num_batched_tokens": 48,
+        "preemption_mode": "swap",
+        "watermark_blocks": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "top_k": 20}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("setting", [BUSY, PRESSED], ids=["busy", "swapping"])
+def test_replayed_mixed_steps_give_the_tokens_of_steps_as_they_come(overlap, params, setting):
+    plain = make("cpu", overlap=overlap, **setting)
+    unpadded(plain)
+    wanted = busy(plain, **params)
+    loop = make("cpu", overlap=overlap, **setting)
+    short, replays = loop.runner.cuda_forward.short, Replays(loop)
+    short.prefills._capture = short.mixed._capture = replays
+    assert busy(loop, **params) == wanted
+    assert replays.replayed > 10
+    assert len(short.mixed.captured) > 1
+    if setting is PRESSED:
+        assert loop.scheduler.counters.preemptions_swap > 0
+
+
+def test_a_row_that_is_not_finite_fails_alone_in_a_mixed_step(device):
+    """A chunk whose prompt has a token with a spoilt embedding, beside rows that decode; the rows go on."""
+    bad = 130
+    model = decoder_of(tiny_reference(), device=device)
+    prompts = [[t % 129 for t in prompt(n, n)] for n in (20, 9, 26)]
+    wanted = {}
+    for spoil in (False, True):
+        if spoil:
+            model.embedding[bad] = torch.nan
+        loop = make(device, model, overlap=True)
+        for i, ids in enumerate(prompts):
+            loop.submit(f"{i}", ids, max_tokens=20, logit_bias={bad: -100.0})
+        loop.run(max_steps=4, to_the_end=False)
+        if spoil:
+            loop.submit("bad", [1, 2, bad, 4, 5], max_tokens=5)
+        tokens = loop.run()
+        wanted = wanted or tokens
+    assert {name: tokens[name] for name in "012"} == wanted
+    assert loop.finished["bad"] == ("error", NOT_FINITE)
+    assert loop.cache.store.isfinite().all()
 
 
 def test_a_larger_model_has_fewer_sizes_of_short_prefills():
@@ -313,9 +476,26 @@ def test_short_prefills_in_graphs_give_the_tokens_of_launches(head_dim):
                 shared = prompt(48, 9) if round_ % 2 else []
                 loop.submit(f"{round_} {i}", shared + prompt(30 + 11 * i + 7 * round_, i), max_tokens=3)
             loop.run()
-        captured = loop.runner.cuda_forward.short_prefill.graphs.captured
+        captured = loop.runner.cuda_forward.short.prefills.captured
         assert bool(captured) != eager
         tokens.append(dict(loop.tokens))
+    assert tokens[0] == tokens[1]
+
+
+@cuda
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("setting", [BUSY, PRESSED], ids=["busy", "swapping"])
+def test_mixed_steps_in_graphs_give_the_tokens_of_launches(head_dim, setting):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = decoder_of(wide_head_reference(head_dim), torch.bfloat16, "cuda")
+    tokens = []
+    for eager in (True, False):
+        loop = make("cuda", model, overlap=True, runner_options={"enforce_eager": eager}, **setting)
+        tokens.append(busy(loop) | busy(loop, tag="drawn ", temperature=0.8, top_p=0.9))
+        short = loop.runner.cuda_forward.short
+        assert short.mixed.captured == [] if eager else len(short.mixed.captured) > 1
+        assert setting is BUSY or loop.scheduler.counters.preemptions_swap > 0
     assert tokens[0] == tokens[1]
 
 

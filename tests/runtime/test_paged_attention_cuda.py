@@ -104,11 +104,12 @@ def make_step(
     lens = np.array(contexts, dtype=np.int32)
     meta = CudaMetadata(
         num_decodes=len(decodes),
+        first_prefill=len(decodes),
         max_blocks=max(counts),
         slot_mapping=upload(np.array(slots, dtype=np.int64)),
         rows=upload(rows),
-        context_lens=upload(lens),
-        query_start=upload(start),
+        decode_lens=upload(lens[: len(decodes)]),
+        prefill_lens=upload(lens[len(decodes) :]),
         prefill_query_start=upload(chunk_start),
         host_query_start=chunk_start,
         host_context_lens=lens[len(decodes) :],
@@ -136,6 +137,65 @@ MIXED = {"decodes": [1, 15, 16, 17, 300, 1025], "prefills": [(1, 1), (16, 16), (
 def test_mixed_steps_equal_the_oracle(dtype, block_size, head_dim):
     params = LayerAttention(head_dim**-0.5)
     check(make_step(**MIXED, dtype=dtype, block_size=block_size, head_dim=head_dim, heads=(6, 2)), params)
+
+
+def padded(step: Step, tokens: int, sequences: int) -> Step:
+    """The same step padded to so many tokens and sequences, both kernels reading all of it."""
+    meta, count, total = step.meta, step.meta.num_decodes, len(step.query_lens)
+
+    def filled(size: int, value: float, column: torch.Tensor) -> torch.Tensor:
+        full = torch.full((size, *column.shape[1:]), value, dtype=column.dtype, device=DEVICE)
+        full[: len(column)] = column
+        return full
+
+    lens = filled(sequences, 0, torch.tensor(step.context_lens, dtype=torch.int32))
+    start = np.array([count] * count + [*(meta.host_query_start + count)], dtype=np.int32)
+    start = np.pad(start, (0, sequences - total), mode="edge")
+    wide = CudaMetadata(
+        num_decodes=sequences if count else 0,
+        first_prefill=0,
+        slot_mapping=filled(tokens, -1, meta.slot_mapping),
+        rows=filled(sequences, 0, meta.rows),
+        max_blocks=step.attention.table_width,
+        decode_lens=filled(sequences, -1, meta.decode_lens) if count else lens[:0],
+        prefill_lens=lens,
+        prefill_query_start=torch.from_numpy(start).to(DEVICE),
+        host_query_start=start,
+        host_context_lens=lens.cpu().numpy(),
+    )
+    q, k, v = (filled(tokens, 1.0, x) for x in (step.q, step.k, step.v))
+    return Step(step.cache, step.attention, wide, step.tables, step.query_lens, step.context_lens, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("decodes", "prefills", "heads", "head_dim"),
+    [
+        (MIXED["decodes"], MIXED["prefills"], (9, 3), 64),
+        ([700], [(5, 70)], (16, 8), 128),
+        ([1, 64, 65], [(130, 130), (1, 900)], (8, 8), 80),
+        ([], MIXED["prefills"], (14, 2), 64),
+        ([40, 3], [(20, 5000)], (4, 2), 128),  # keys in pieces
+        ([9, 90], [(20, 33)], (4, 2), 32),  # decode by the simple kernel
+    ],
+    ids=["many", "one and one", "head_dim 80", "chunks alone", "long context", "head_dim 32"],
+)
+@pytest.mark.parametrize("window", [None, 16])
+def test_padded_steps_have_the_bits_of_steps_as_they_come(dtype, decodes, prefills, heads, head_dim, window):
+    params = LayerAttention(head_dim**-0.5, window)
+    step = make_step(decodes, prefills, heads=heads, head_dim=head_dim, dtype=dtype, params=params)
+    wanted = check(step, params)
+    tokens = len(step.q)
+    wide = padded(step, tokens + 21, len(step.query_lens) + 2)
+    tables = torch.full((len(step.query_lens) + 2, step.attention.table_width), 2**30, dtype=torch.int32, device=DEVICE)
+    attention = wide.attention
+    attention.begin_padded(wide.meta, tables)
+    attention.gather_tables()
+    out = torch.full_like(wide.q, 7.0)
+    attention.attend_written(0, wide.q, out)
+    assert torch.equal(out[:tokens], wanted)
+    if dtype != torch.float32 and head_dim != 32:
+        assert (out[tokens:] == 7.0).all()  # nobody's
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

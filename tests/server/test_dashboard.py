@@ -129,9 +129,11 @@ class TestFrame:
             scheduler.commit(plan, StepOutcome(plan.step, [[7]] * plan.num_sampling_rows), 5000.0 + step)
         assert scheduler.num_running == 512
         metrics = EngineMetrics()
-        begin = time.thread_time()
-        captured = capture(scheduler, metrics)
-        under_lock = time.thread_time() - begin
+        under_lock = 1e9
+        for _ in range(3):  # the garbage collector, which can take longer than this, may come in between
+            begin = time.thread_time()
+            captured = capture(scheduler, metrics)
+            under_lock = min(under_lock, time.thread_time() - begin)
         made = frames.frame(captured, 6000.0)
         assert len(made["running"]) == MAX_RUNNING and len(made["queue"]) == MAX_QUEUED
         assert made["hidden"] == {"running": 512 - MAX_RUNNING, "queue": 4000 - 512 - MAX_QUEUED}

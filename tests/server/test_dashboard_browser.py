@@ -205,6 +205,22 @@ def test_what_clients_send_is_text(tab: Tab) -> None:
     assert tab.complaints == [] and tab.outside == []
 
 
+def test_a_conversation_that_is_cleared_in_mid_answer_is_empty(tab: Tab) -> None:
+    tab.open()
+    runner: Any = tab.server.runner  # type: ignore[attr-defined]
+    runner.seconds = 0.1
+    tab.say("first")
+    tab.wait("document.querySelector('.msg.assistant')?.textContent")
+    runner.goes_on.clear()
+    ended = tab.page.evaluate(
+        "async () => { const begun = Boolean(speaking && document.querySelector('.msg.assistant').textContent);"
+        " $('chat-clear').click(); while (speaking) await new Promise((r) => setTimeout(r, 10));"
+        " return [begun, conversation.length, $('chat-log').children.length]; }"
+    )
+    runner.goes_on.set()
+    assert ended == [True, 0, 0]
+
+
 def test_a_key_is_asked_for_and_kept_in_the_tab_alone(browser: Any) -> None:
     with dashboard_server({"api_keys": ("right",)}) as server:
         context = browser.new_context(viewport={"width": 1440, "height": 900})

@@ -182,3 +182,19 @@ def test_shutdown_without_grace_tells_every_call() -> None:
         for call in (calls.queued_stream, calls.queued):
             assert (call.result().status_code, call.result().json()["error"]["code"]) == (503, "shutting_down")
         server.join()
+
+
+def test_a_runtime_that_cannot_be_closed_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving() as server:
+        server.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+
+        def fail(*arguments: float) -> None:
+            raise RuntimeError("out of order")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.runtime, "close", fail)
+            server.call_in_loop(server.server.stop)
+            server.join()
+    assert "out of order" in caplog.text

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import csv
 import math
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from engine_fakes import ScriptedRunner, Valve
 from server_fakes import RunningServer, serving
 
-from minillm.bench.load import Answer, Goals, Target, good, run_load, served_model
-from minillm.bench.serve import GENERATORS, PROGRAM, Options, make_workload, measure
+from minillm.bench import serve
+from minillm.bench.load import Answer, Goals, Target, good, run_load, served_models
+from minillm.bench.serve import GENERATORS, PROGRAM, Options, make_workload, measure, own_server
 from minillm.bench.workloads import fixed, multi_turn, uniform
 from minillm.cli.app import run
 from minillm.core.errors import ConfigError
@@ -20,7 +27,7 @@ VOCAB = 90
 
 
 def target(server: RunningServer, **options: object) -> Target:
-    return Target(**{"url": server.url, "model": served_model(server.url), "vocab_size": VOCAB, **options})
+    return Target(**{"url": server.url, "model": served_models(server.url)[0], "vocab_size": VOCAB, **options})
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -65,25 +72,52 @@ def test_refusals_and_broken_streams_are_errors_of_their_request_alone(server: R
     assert not any(answer.error for answer in answers)
 
 
-def test_a_stream_without_its_end_is_an_error() -> None:
-    import socket
-    import threading
-
+@contextmanager
+def answering(*events: bytes) -> Iterator[str]:
+    """The URL of a server that answers one request with these events and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer_half() -> None:
+        def answer() -> None:
             connection, _ = listener.accept()
             connection.recv(65536)
-            connection.sendall(
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-                b'data: {"choices": [{"text": "a"}]}\n\n'
-            )
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+            connection.sendall(head + b"".join(b"data: " + event + b"\n\n" for event in events))
             connection.close()
 
-        threading.Thread(target=answer_half, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ((b'{"choices": [{"text": "a"}]}',), "[DONE]"),
+        ((b'{"choices": [{"text": "a"}], "usage": {"total_tokens": 3}}', b"[DONE]"), "prompt_tokens"),
+        ((b"[1, 2]", b"[DONE]"), "Error"),
+        ((b'{"choices": ["text"]}', b"[DONE]"), "Error"),
+        ((b"half of {", b"[DONE]"), "JSON"),
+    ],
+    ids=["no end", "half a usage", "a list", "a choice that is text", "no JSON"],
+)
+def test_a_stream_of_another_form_is_an_error_of_its_request(events: tuple[bytes, ...], says: str) -> None:
+    with answering(*events) as url:
         answers, _ = run_load(Target(url=url, model="m"), fixed(1, 4, 4))
-    assert "[DONE]" in answers[0].error
+    assert says in answers[0].error
+
+
+def test_an_address_may_end_in_the_apis_own_path(server: RunningServer) -> None:
+    answers, _ = run_load(target(server, url=f"{server.url}/v1/"), fixed(1, 4, 4))
+    assert not answers[0].error
+    assert served_models(f"{server.url}/v1") == served_models(server.url)
+
+
+def test_a_server_that_hangs_while_it_starts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "START_TIMEOUT", 0.3)
+    monkeypatch.setattr(serve, "SERVER", (sys.executable, "-c", "import time; time.sleep(60)"))
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="did not start"), own_server("any", "cpu", "auto", lambda text: None):
+        pass
+    assert time.monotonic() - begun < 15
 
 
 def test_good_requests_keep_all_goals() -> None:
@@ -119,7 +153,7 @@ def test_options_that_contradict_or_name_nothing() -> None:
             Target(url="http://127.0.0.1:9", model="m"), multi_turn(1, turns=2, system=0, message=(2, 2), output=(1, 1))
         )
     with pytest.raises(ConfigError, match="does not answer"):
-        served_model("http://127.0.0.1:9", timeout=1.0)
+        served_models("http://127.0.0.1:9", timeout=1.0)
 
 
 def test_rows_and_their_section(server: RunningServer, tmp_path: Path) -> None:

@@ -286,6 +286,34 @@ async def fetch(app: Starlette, *paths: str) -> list[httpx.Response]:
         return [await client.get(path) for path in paths]
 
 
+async def call_without_answer(app: Starlette, path: str) -> None:
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    await app(scope | {"scheme": "http", "server": ("test", 80), "root_path": ""}, receive, send)
+
+
+class Asgi:
+    """An application that a route calls as it is."""
+
+    def __init__(self, app) -> None:
+        self._app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        await self._app(scope, receive, send)
+
+
 class TestHttp:
     def test_routes_are_counted_by_template_and_status(self, served) -> None:
         _, _, exposition = served
@@ -304,12 +332,20 @@ class TestHttp:
         async def broken(request):
             raise ValueError("planted")
 
+        async def left(scope, receive, send):
+            """The client has gone."""
+
+        async def breaks_off(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            raise ValueError("planted")
+
         routes = [Route("/items/{id}", item), Route("/stream", stream), Route("/broken", broken)]
+        routes += [Route("/left", Asgi(left)), Route("/breaks-off", Asgi(breaks_off))]
         app = Starlette(routes=[*routes, Route("/metrics", exposition.endpoint)])
         app.add_middleware(HttpMetrics, registry=exposition.registry)
-        *_, last = asyncio.run(
-            fetch(app, "/items/1", "/items/2", "/stream", "/broken", "/nothing/<script>", "/metrics")
-        )
+        asyncio.run(call_without_answer(app, "/left"))
+        paths = ("/items/1", "/items/2", "/stream", "/broken", "/breaks-off", "/nothing/<script>", "/metrics")
+        *_, last = asyncio.run(fetch(app, *paths))
         assert last.status_code == 200 and last.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = {}
         for family in parse_text(last.text):
@@ -318,6 +354,8 @@ class TestHttp:
                     found[sample.name, sample.labels["handler"], sample.labels.get("status")] = sample.value
         assert found["http_requests_total", "/items/{id}", "200"] == 2
         assert found["http_requests_total", "/broken", "500"] == 1
+        assert found["http_requests_total", "/breaks-off", "500"] == 1
+        assert found["http_requests_total", "/left", "499"] == 1
         assert found["http_requests_total", "none", "404"] == 1
         assert found["http_request_duration_seconds_sum", "/stream", None] >= 0.05
 

@@ -308,8 +308,10 @@ def test_cors_is_off_unless_origins_are_given() -> None:
     with serving() as server:
         assert "access-control-allow-origin" not in server.http.get("/health", headers=headers).headers
     with serving(config={"cors_origins": ("https://page.example",), "api_keys": ("k",)}) as server:
-        answer = server.http.options(COMPLETIONS, headers=headers)
+        asked = {**headers, "access-control-request-headers": "authorization,content-type,x-stainless-os"}
+        answer = server.http.options(COMPLETIONS, headers=asked)
         assert answer.status_code == 200, "the browser's question before the call has no key"
+        assert "x-stainless-os" in answer.headers["access-control-allow-headers"], "the official client sends it"
         assert answer.headers["access-control-allow-origin"] == "https://page.example"
         other = server.http.get("/health", headers={"origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import socket
 import sys
+import threading
 
 import pytest
 from engine_fakes import ScriptedRunner
@@ -74,3 +76,33 @@ def test_a_request_that_fails_in_the_middle_says_so() -> None:
         with pytest.raises(RequestError):
             remote.stream([{"role": "user", "content": "hello"}], {"max_tokens": 50, "temperature": 0}, write)
         assert pieces
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"5\r\ndata:",
+        b'1d\r\ndata: {"choices": [1, 2, 3]}\n\n\r\n0\r\n\r\n',
+        b'19\r\ndata: {"error": "wrong"}\n\n\r\n0\r\n\r\n',
+    ],
+    ids=["cut in a chunk", "not of the API", "an error that is text"],
+)
+def test_a_server_that_answers_nonsense_is_a_refusal(broken: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            models = b'{"data": [{"id": "m"}]}'
+            head = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
+            for reply in (
+                b"%scontent-length: %d\r\n\r\n%s" % (head, len(models), models),
+                head + b"transfer-encoding: chunked\r\n\r\n" + broken,
+            ):
+                connection, _ = listener.accept()
+                connection.recv(65536)
+                connection.sendall(reply)
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        remote = RemoteModel(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(RequestError):
+            remote.stream([{"role": "user", "content": "hello"}], {}, print)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,8 @@ import pytest
 
 from minillm.cli.serve import parse_range, parse_size
 from minillm.core.errors import ConfigError
+from minillm.server.config import ServerConfig
+from minillm.server.lifecycle import address, listen
 
 TIME = 120.0
 
@@ -162,6 +165,27 @@ def test_a_port_that_is_taken_is_one_clear_line() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert port in done.stderr
+
+
+def test_a_unix_socket_takes_the_place_of_a_dead_one_and_of_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):  # the second time the first one's file is there still
+        with listen(ServerConfig(uds=str(path))) as listener:
+            assert address(listener) == f"unix:{path}"
+            with pytest.raises(ConfigError, match=r"cannot be listened on: .*in use"):
+                listen(ServerConfig(uds=str(path)))
+    path.unlink()
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        listen(ServerConfig(uds=str(path)))
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["header_timeout", "body_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_in_which_nobody_could_send_anything(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig(**{name: value})
 
 
 def test_sizes_and_ranges() -> None:

@@ -89,3 +89,34 @@ def test_tools_that_are_wrong_are_refused(hermes_server) -> None:
     ):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="toy", messages=MESSAGES, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("calls", [True, False], ids=["calls", "answers"])
+def test_auto_with_a_response_format_lets_the_model_choose(calls: bool, stream: bool) -> None:
+    text = HERMES.removeprefix("Look: ") if calls else '{"city": "Oslo"}'
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+    tokenizer = toy_tokenizer(chat_templates={"default": TEMPLATE})
+    with serving(says(text), tokenizer=tokenizer, max_model_len=2048, num_blocks=1024) as server:
+        fields = {"model": "toy", "messages": MESSAGES, "tools": TOOLS, "response_format": form}
+        client = server.openai()
+        if stream:
+            with client.chat.completions.stream(**fields) as events:
+                (choice,) = events.get_final_completion().choices
+        else:
+            (choice,) = client.chat.completions.create(**fields).choices
+    if calls:
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+    else:
+        assert (choice.finish_reason, choice.message.content) == ("stop", text)
+        assert not choice.message.tool_calls
+
+
+def test_auto_with_a_response_format_leaves_no_third_way() -> None:
+    tokenizer = toy_tokenizer(chat_templates={"default": TEMPLATE})
+    with serving(says("Paris is fine"), tokenizer=tokenizer, max_model_len=2048, num_blocks=1024) as server:
+        fields = {"messages": MESSAGES, "tools": TOOLS, "response_format": {"type": "json_object"}, "max_tokens": 40}
+        answer = server.http.post("/v1/chat/completions", json=fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "request_failed") and "grammar" in error["message"]

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_fakes import TOKENIZER
+from engine_fakes import EOS, TOKENIZER, toy_tokenizer
 
 from minillm import SamplingParams, StructuredOutputs
 from minillm.core.errors import InvalidParameterError
 from minillm.server.response_format import structured_outputs_of
-from minillm.server.tool_parsers import NamedCallParser, ToolCallParser
+from minillm.server.tool_parsers import EITHER, HERMES, LLAMA3, NamedCallParser, ToolCallParser, ToolFormat
 from minillm.server.tools import ToolPlan, plan_tools
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NODE = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/Node"}]}}}
 
 
@@ -76,9 +77,9 @@ def test_a_request_without_tools_has_no_plan() -> None:
 def test_auto_is_the_default_and_shows_special_tokens() -> None:
     plan = planned(TOOLS)
     assert (plan.mode, plan.names, plan.template_tools) == ("auto", ["pick", "now", "walk"], TOOLS)
-    params = plan.apply(SamplingParams(max_tokens=5))
+    params = plan.apply(SamplingParams(max_tokens=5), HERMES)
     assert params.structured_outputs is None and params.skip_special_tokens is False and params.max_tokens == 5
-    parser = plan.parser("<tool_call>", stream=True)
+    parser = plan.parser(HERMES, stream=True)
     assert isinstance(parser, ToolCallParser)
     message = parser.message('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
     assert [call.name for call in message.tool_calls] == ["now"]
@@ -87,18 +88,18 @@ def test_auto_is_the_default_and_shows_special_tokens() -> None:
 def test_none_tells_the_model_nothing() -> None:
     plan = planned(TOOLS, "none")
     params = SamplingParams()
-    assert plan.template_tools is None and plan.parser("<tool_call>", stream=True) is None
-    assert plan.apply(params) == params
+    assert plan.template_tools is None and plan.parser(HERMES, stream=True) is None
+    assert plan.apply(params, HERMES) == params
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_required_brings_calls_whatever_the_model(stream: bool) -> None:
     plan = planned(TOOLS, "required")
-    params = plan.apply(SamplingParams())
+    params = plan.apply(SamplingParams(), EITHER)
     seen = set()
     for seed in range(12):
         text = generate(params, seed)
-        parser = plan.parser(None, stream)
+        parser = plan.parser(EITHER, stream)
         assert isinstance(parser, ToolCallParser)
         message = parser.message(text)
         calls = json.loads(text)
@@ -124,15 +125,15 @@ def test_required_brings_calls_whatever_the_model(stream: bool) -> None:
 def test_required_without_parallel_calls_brings_one() -> None:
     plan = planned(TOOLS, "required", False)
     for seed in range(5):
-        assert len(json.loads(generate(plan.apply(SamplingParams()), seed))) == 1
+        assert len(json.loads(generate(plan.apply(SamplingParams(), EITHER), seed))) == 1
 
 
 def test_a_named_function_gets_its_arguments() -> None:
     plan = planned(TOOLS, {"type": "function", "function": {"name": "pick"}})
     assert plan.mode == "named" and plan.template_tools == TOOLS
-    parser = plan.parser(None, stream=True)
+    parser = plan.parser(EITHER, stream=True)
     assert isinstance(parser, NamedCallParser)
-    (call,) = parser.message(generate(plan.apply(SamplingParams()), 1)).tool_calls
+    (call,) = parser.message(generate(plan.apply(SamplingParams(), EITHER), 1)).tool_calls
     assert call.name == "pick" and json.loads(call.arguments)["n"] in (1, 2)
     assert parser.finish_reason("stop") == "stop"
 
@@ -140,10 +141,12 @@ def test_a_named_function_gets_its_arguments() -> None:
 def test_references_to_the_whole_schema_and_recursion_hold_for_each_tool() -> None:
     linked = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
               "required": ["next"], "additionalProperties": False}  # fmt: skip
-    text = generate(planned([tool("a", linked), PICK], "required", False).apply(SamplingParams()), 3)
+    text = generate(planned([tool("a", linked), PICK], "required", False).apply(SamplingParams(), EITHER), 3)
     assert json.loads(text)[0]["name"] in ("a", "pick")
     for seed in range(6):
-        arguments = json.loads(generate(planned([tool("a", linked)], "required", False).apply(SamplingParams()), seed))
+        arguments = json.loads(
+            generate(planned([tool("a", linked)], "required", False).apply(SamplingParams(), EITHER), seed)
+        )
         while arguments := arguments.get("next") if isinstance(arguments, dict) else arguments[0]["parameters"]:
             assert list(arguments) == ["next"]
 
@@ -154,7 +157,7 @@ def test_allowed_tools_bound_what_is_called_but_not_what_is_shown() -> None:
     assert (plan.mode, plan.names, plan.template_tools) == ("required", ["now"], TOOLS)
     choice["allowed_tools"]["mode"] = "auto"
     plan = planned(TOOLS, choice)
-    parser = plan.parser("<tool_call>", stream=False)
+    parser = plan.parser(HERMES, stream=False)
     assert isinstance(parser, ToolCallParser)
     assert not parser.message('<tool_call>{"name": "pick", "arguments": {"n": 1}}</tool_call>').tool_calls
 
@@ -163,15 +166,91 @@ def test_strict_tools_refuse_what_cannot_be_enforced() -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for strict in (False, None, True):
         plan = planned([tool("a", unique, strict=strict)], "required")
-        form = plan.apply(SamplingParams()).structured_outputs
+        form = plan.apply(SamplingParams(), EITHER).structured_outputs
         assert form is not None and form.ignore_unsupported is not bool(strict)
 
 
 def test_a_forced_call_excludes_another_form() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
-    assert planned(TOOLS, "auto").apply(params).structured_outputs == params.structured_outputs
     with pytest.raises(InvalidParameterError, match="tool_choice"):
-        planned(TOOLS, "required").apply(params)
+        planned(TOOLS, "required").apply(params, HERMES)
+    assert planned(TOOLS, "none").apply(params, HERMES) == params
+
+
+FORMS = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "json_object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex="[a-c]{2,5}"),
+    "choice": StructuredOutputs(choice=["yes", "no"]),
+    "grammar": StructuredOutputs(grammar='start: "x" word\nword: /[a-z]{1,3}/'),
+    "pattern": StructuredOutputs(json={"type": "string", "pattern": "^a{1,3}$"}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, EITHER], ids=["hermes", "llama3", "either"])
+def test_auto_with_another_form_brings_that_form_or_calls(name: str, form: ToolFormat) -> None:
+    plan = planned([PICK, NOW], "auto")
+    params = plan.apply(SamplingParams(structured_outputs=FORMS[name]), form)
+    num_calls = num_contents = 0
+    for seed in range(16):
+        text = generate(params, seed, limit=6000)
+        parser = plan.parser(form, stream=False)
+        assert isinstance(parser, ToolCallParser)
+        message = parser.message(text)
+        for call in message.tool_calls:
+            arguments = json.loads(call.arguments)
+            assert (arguments == {}) if call.name == "now" else (arguments["n"] in (1, 2)), text
+        assert bool(message.tool_calls) is not bool(message.content), text
+        num_calls += bool(message.tool_calls)
+        num_contents += message.content is not None and generates(FORMS[name], message.content)
+    assert num_calls + num_contents == 16
+    if name != "json_object" or form is HERMES:  # an object of any kind can begin like a bare call
+        assert num_calls and num_contents
+
+
+def generates(form: StructuredOutputs, text: str) -> bool:
+    """Whether the form alone allows this text."""
+    from minillm.engine.grammar import GrammarCompiler, GrammarError, mask_words
+
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=TOKENIZER.vocab_size, eos_token_ids=TOKENIZER.eos_token_ids)
+    matcher = compiler.compile(form).matcher(TOKENIZER.encode(text, add_special_tokens=False))
+    row = np.zeros(mask_words(compiler.vocab_size), dtype=np.int32)
+    try:
+        return not matcher.fill(row) or bool(row[EOS >> 5] >> (EOS & 31) & 1)
+    except GrammarError:
+        return False
+
+
+def test_one_call_without_parallel_calls_also_beside_a_form() -> None:
+    plan = planned(TOOLS, "auto", False)
+    params = plan.apply(SamplingParams(structured_outputs=FORMS["choice"]), HERMES)
+    texts = {generate(params, seed) for seed in range(12)}
+    assert {text.count("<tool_call>") for text in texts} == {0, 1}
+
+
+def test_tags_that_are_tokens_are_written_as_such() -> None:
+    pytest.importorskip("llguidance")
+    from minillm.engine.grammar import GrammarCompiler, mask_words
+
+    tokenizer = toy_tokenizer(("<tool_call>", "</tool_call>", "<|python_tag|>"))
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    for form, tag in ((HERMES, "<tool_call>"), (LLAMA3, "<|python_tag|>")):
+        params = planned(TOOLS, "auto").apply(SamplingParams(structured_outputs=FORMS["choice"]), form)
+        row = np.zeros(mask_words(compiler.vocab_size), dtype=np.int32)
+        compiler.compile(params.structured_outputs).matcher([]).fill(row)
+        first = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+        assert tokenizer.piece_to_id(tag) in first
+        assert tokenizer.encode("<", add_special_tokens=False)[0] not in first
+        assert tokenizer.encode("y", add_special_tokens=False)[0] in first
+
+
+def test_a_tool_that_cannot_be_enforced_is_named_beside_a_form() -> None:
+    pytest.importorskip("llguidance")
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    plan = planned([tool("a", unique, strict=True)], "auto")
+    with pytest.raises(InvalidParameterError, match=r"uniqueItems.*tools' parameters"):
+        generate(plan.apply(SamplingParams(structured_outputs=FORMS["choice"]), HERMES), 0)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +288,6 @@ def test_what_is_wrong_is_named(arguments: tuple[Any, ...], field: str) -> None:
 
 
 # -- response_format ---------------------------------------------------------------------------------------------------
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 def json_schema(**fields: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any
 from pytest import MonkeyPatch
 
 from minillm.core import prefix_cache
-from minillm.core.base_scheduler import BaseScheduler, InFlight
+from minillm.core.base_scheduler import BaseScheduler
 from minillm.core.block_manager import KVBlockManager
+from minillm.core.in_flight import InFlight
 from minillm.core.plan import StepEvents, SwapIn
 from minillm.core.prefix_cache import CachedBlock, PrefixCache
 from minillm.core.request import Request, RequestState

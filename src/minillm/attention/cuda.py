@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -33,32 +33,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CudaMetadata:
-    """One step's batch of T tokens in S sequences: D decode rows, one token each, then P prefill chunks.
+    """One step's batch of T tokens in S sequences: decode rows, one token each, then prefill chunks.
 
-    Tensors are on the device; `host_query_start` and `host_context_lens` are the chunks' again, for plans that are
-    made on the host.
+    Each of attention's two kernels has its part of the batch: decode the first D tokens and sequences, prefill what is
+    behind the first F, where its sequence s has the queries prefill_query_start[s] up to prefill_query_start[s + 1]. As
+    the batch comes, D = F is the number of decode rows. In a padded step (:meth:`CudaAttention.begin_padded`) F is 0
+    and D is 0 or S, so that sizes follow from T and S alone: sequences that are not a kernel's own have a negative
+    length for decode, and no queries for prefill.
+
+    Tensors are on the device; `host_query_start` and `host_context_lens` are prefill's again, for plans that are made
+    on the host.
     """
 
     num_decodes: int
-    max_blocks: int
-    """Blocks of the longest sequence of the step."""
+    """D."""
+    first_prefill: int
+    """F."""
     slot_mapping: Tensor
     """int64 [T]: KV slot of each token; negative is padding."""
     rows: Tensor
     """int64 [S]: row of each sequence in the block tables."""
-    context_lens: Tensor
-    """int32 [S]: tokens of each sequence with those of this step."""
-    query_start: Tensor
-    """int32 [S + 1]: where each sequence's tokens begin in the batch."""
+    max_blocks: int
+    """Blocks of the longest sequence of the step."""
+    decode_lens: Tensor
+    """int32 [D]: tokens of each decode row with this step's; 0 is padding, less not a decode row."""
+    prefill_lens: Tensor
+    """int32 [P]: tokens of each of prefill's sequences with those of this step."""
     prefill_query_start: Tensor
-    """int32 [P + 1]: the same of the chunks, counted from the first chunk's first token."""
+    """int32 [P + 1], counted from token F on."""
     host_query_start: np.ndarray
     host_context_lens: np.ndarray
 
     @property
-    def num_prefills(self) -> int:
-        """Number of prefill chunks P."""
-        return len(self.host_context_lens)
+    def has_prefills(self) -> bool:
+        """Whether there are chunks."""
+        return len(self.host_context_lens) > 0
 
 
 class AttentionKernels(Protocol):
@@ -81,13 +90,16 @@ class AttentionKernels(Protocol):
     def decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
     ) -> None:
-        """q [D, Hq, d] of the planned step's decode rows, block tables int32 [D, W] -> out [D, Hq, d]."""
+        """q [D, Hq, d] of the planned step's decode rows, block tables int32 [D, W] -> out [D, Hq, d].
+
+        Rows of negative length are not written, or with anything: prefill comes behind.
+        """
         ...
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
     ) -> None:
-        """q [tokens of chunks, Hq, d], block tables int32 [P, W] -> out, shaped as q."""
+        """q [T - F, Hq, d], block tables int32 [P, W] -> out, shaped as q; other tokens than chunks' are left alone."""
         ...
 
     def prepare_decode(
@@ -144,13 +156,14 @@ class CudaAttention:
         nobody = np.zeros(0, dtype=np.int32)
         meta = CudaMetadata(
             num_decodes=num_rows,
-            max_blocks=self.table_width,
+            first_prefill=num_rows,
             slot_mapping=buffers.slot_mapping[:num_rows],
             rows=buffers.rows[:num_rows],
-            context_lens=buffers.context_lens[:num_rows],
-            query_start=buffers.query_start[: num_rows + 1],
-            prefill_query_start=buffers.query_start[:1],
-            host_query_start=np.zeros(1, dtype=np.int32),
+            max_blocks=self.table_width,
+            decode_lens=buffers.context_lens[:num_rows],
+            prefill_lens=buffers.context_lens[:0],
+            prefill_query_start=buffers.context_lens[:0],
+            host_query_start=nobody,
             host_context_lens=nobody,
         )
         self._meta = meta
@@ -158,22 +171,23 @@ class CudaAttention:
         self._kernels.plan(meta)
         return self
 
+    def begin_padded(self, meta: CudaMetadata, tables: Tensor) -> None:
+        """Take up a padded step whose tensors stay where they are, to be launched or replayed; the launches begin with
+        :meth:`gather_tables`, which fills `tables`, int32 [at least S, table_width]."""
+        self._meta = meta
+        self._step_tables = tables[: len(meta.rows)]
+        self._kernels.plan(meta)
+
+    def gather_tables(self) -> None:
+        """The block tables of a padded step's sequences, in full width. Runs on the current stream; capturable."""
+        assert self._meta is not None
+        torch.index_select(self._tables, 0, self._meta.rows, out=self._step_tables)
+
     @property
     def prefill_layout(self) -> object | None:
         """What launches of the step's prefill depend on beside its rows, once begun; None: on more than a graph can
-        hold."""
+        hold. Before any step, None if that is so of every step."""
         return self._kernels.prefill_layout
-
-    def settle(self, slot_mapping: Tensor, tables: Tensor) -> None:
-        """Have the step's launches read these slots, padding included, and its tables at this place from now on.
-
-        `tables` int32 [max_num_seqs, table_width] is filled.
-        """
-        meta, step_tables = self._meta, self._step_tables
-        assert meta is not None
-        tables[: len(step_tables), : step_tables.shape[1]].copy_(step_tables)
-        self._step_tables = tables[: len(step_tables)]
-        self._meta = replace(meta, slot_mapping=slot_mapping)
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -187,11 +201,11 @@ class CudaAttention:
         assert meta is not None
         params = self.layers[layer]
         k_cache, v_cache = self.caches[layer]
-        decodes = meta.num_decodes
+        decodes, first = meta.num_decodes, meta.first_prefill
         if decodes:
             kernels.decode(q[:decodes], k_cache, v_cache, tables[:decodes], params, out[:decodes])
-        if meta.num_prefills:
-            kernels.prefill(q[decodes:], k_cache, v_cache, tables[decodes:], params, out[decodes:])
+        if meta.has_prefills:
+            kernels.prefill(q[first:], k_cache, v_cache, tables[first:], params, out[first:])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, Hkv, d] and return attention of q [T, Hq, d], in q's dtype."""
@@ -239,6 +253,8 @@ class CudaKernels:
             )
         if cuda_prefill.supports(*fits):
             self._prefill_plan = cuda_prefill.PrefillPlan(cache.device, max_num_seqs, *shape)
+        # Where the simple kernel finds the queries of decode rows.
+        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=cache.device)
         if spec.dtype != torch.float32 and not (self.decode_is_tuned and self.prefill_is_tuned):
             message = "head_dim=%d, block_size=%d, %s on %s: attention goes through the simple kernel, which is slow"
             logger.warning(message, spec.head_dim, spec.block_size, spec.dtype, arch)
@@ -264,8 +280,8 @@ class CudaKernels:
         """Let the tuned kernels plan the step."""
         self._meta = meta
         if self._decode_plan is not None and meta.num_decodes:
-            self._decode_plan.update(meta.context_lens[: meta.num_decodes])
-        if self._prefill_plan is not None and meta.num_prefills:
+            self._decode_plan.update(meta.decode_lens)
+        if self._prefill_plan is not None and meta.has_prefills:
             self._prefill_plan.update(meta.host_query_start, meta.host_context_lens)
 
     def decode(
@@ -274,11 +290,11 @@ class CudaKernels:
         """Decode rows; the shapes are in :class:`AttentionKernels`."""
         meta = self._meta
         assert meta is not None
-        lens = meta.context_lens[: len(q)]
+        lens = meta.decode_lens
         if self._decode_plan is not None:
             self._paged_decode(q, k_cache, v_cache, tables, lens, params, self._decode_plan, out)
         else:
-            self._simple(q, k_cache, v_cache, tables, meta.query_start[: len(q) + 1], lens, params, out)
+            self._simple(q, k_cache, v_cache, tables, self._one_each[: len(q) + 1], lens, params, out)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, params: LayerAttention, out: Tensor
@@ -286,7 +302,7 @@ class CudaKernels:
         """Prefill chunks; the shapes are in :class:`AttentionKernels`."""
         meta = self._meta
         assert meta is not None
-        start, lens = meta.prefill_query_start, meta.context_lens[meta.num_decodes :]
+        start, lens = meta.prefill_query_start, meta.prefill_lens
         if self._prefill_plan is not None:
             self._paged_prefill(q, k_cache, v_cache, tables, start, lens, params, self._prefill_plan, out)
         else:

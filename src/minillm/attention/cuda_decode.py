@@ -197,7 +197,8 @@ class DecodePlan:
         self.spill = torch.empty((self.grid, self._spill_stride, 4), dtype=torch.float32, device=self.device)
 
     def update(self, seq_lens: Tensor) -> None:
-        """Plan a step of sequences with these lengths, int32 [num_seqs] on the device; 0 stands for a padded row.
+        """Plan a step of sequences with these lengths, int32 [num_seqs] on the device; 0 stands for a padded row, less
+        for one whose output is somebody else's to write.
 
         Enqueues one small kernel, does not wait, can be captured. Lengths must be at most `max_seq_len`.
         """
@@ -256,8 +257,9 @@ def paged_decode(
 
     q [num_seqs, num_q_heads, head_dim] in fp16 or bf16, any row stride; k_cache, v_cache [num_blocks, num_kv_heads,
     block_size, head_dim], any block stride; block_tables int32 [num_seqs, W], any row stride; seq_lens int32
-    [num_seqs] (its values were read by ``plan.update``), 0 gives a row of zeros. Returns `out` [num_seqs, num_q_heads,
-    head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and strides that don't fit.
+    [num_seqs] (its values were read by ``plan.update``), 0 gives a row of zeros, less leaves the row alone. Returns
+    `out` [num_seqs, num_q_heads, head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and
+    strides that don't fit.
     """
     check_paged_cache(k_cache, v_cache)
     num_seqs, device, dtype = plan.num_seqs, plan.device, plan.dtype

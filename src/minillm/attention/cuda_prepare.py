@@ -44,7 +44,6 @@ class DecodeBuffers:
       ``output_indices`` int32 [capacity] are two of its columns.
     - ``input_ids``, ``positions``, ``slot_mapping``, ``rows`` int64 [capacity]; ``context_lens`` int32 [capacity].
     - ``tables`` int32 [capacity, table_width]: block tables of the step's rows, entries in use.
-    - ``query_start`` int32 [capacity + 1]: 0, 1, 2, ... since every row has one token.
     """
 
     def __init__(self, capacity: int, table_width: int, device: torch.device) -> None:
@@ -59,7 +58,6 @@ class DecodeBuffers:
         self.input_ids, self.positions, self.slot_mapping, self.rows = (zeros(capacity) for _ in range(4))
         self.context_lens = zeros(capacity, dtype=torch.int32)
         self.tables = zeros(capacity, table_width, dtype=torch.int32)
-        self.query_start = torch.arange(capacity + 1, dtype=torch.int32, device=device)
 
 
 def pack_step(

@@ -1,11 +1,16 @@
 """Where the time of a decode step goes on a GPU: kernels, gaps between them, the host's parts, and the floor.
 
     python -m minillm.bench.decode_profile --model random:qwen3-0.6b --batches 1 256 --output decode_profile.csv
+    python -m minillm.bench.decode_profile --batches 32 --arrivals 100 --output mixed_profile.csv
 
 An engine decodes a batch of equal prompts. Once all of them decode together, some steps are timed as they are, with the
 host's parts measured around the engine's own calls, and some more are traced (CUPTI, by torch.profiler). A gap is time
 in which no kernel and no copy runs; kernels that overlap count once as busy time. `exposed` is how much longer than
 the device's work a step takes. The floor is :mod:`minillm.bench.floors`' at the copy rate of the same run.
+
+With `--arrivals N` a request of N prompt tokens and one output token arrives before every step, so that each step has
+its chunk beside the rows that decode; `--launch-mixed` has such steps launched as they come, without CUDA graphs. The
+floor remains the decode rows'.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from minillm.bench.runs import Target, open_target
 from minillm.core.errors import ConfigError
 from minillm.core.request import Request
 from minillm.core.sampling_params import SamplingParams
+from minillm.engine.process import own_process
 from minillm.models.decoder import Decoder
 
 SETTLE, TIMED, TRACED = 24, 64, 12
@@ -83,8 +89,9 @@ def kernel_rows(spans: Iterable[Span], steps: int) -> list[dict[str, Any]]:
 class _Decoding:
     """An engine whose `batch` requests all decode, step after step."""
 
-    def __init__(self, target: Target, batch: int, context: int, temperature: float) -> None:
+    def __init__(self, target: Target, batch: int, context: int, temperature: float, arrivals: int = 0) -> None:
         self.target, self.engine, self.batch = target, target.engine, batch
+        self.arrivals, self.arrived = arrivals, 0
         self.seconds: dict[str, float] = defaultdict(float)
         engine = self.engine
         engine.reset_prefix_cache()
@@ -93,19 +100,27 @@ class _Decoding:
             temperature=temperature, top_p=0.95 if temperature else 1.0, max_tokens=most, ignore_eos=True
         )
         for i in range(batch):
-            ids = [(i * 7919 + j * 31) % (target.vocab_size - 3) + 3 for j in range(context)]
-            engine.add_request(Request(f"r{i}", ids, params, seed=i, arrival_time=engine.clock()), wants_events=False)
+            self._add(f"r{i}", i, context, params)
         recorder = target.recorder
         recorder.begin({}, engine.clock())
         while not (len(recorder.steps) and recorder.steps.decode_rows[-1] == batch):
             engine.step()
         self.run(SETTLE)
 
+    def _add(self, name: str, number: int, tokens: int, params: SamplingParams) -> None:
+        ids = [(number * 7919 + j * 31) % (self.target.vocab_size - 3) + 3 for j in range(tokens)]
+        request = Request(name, ids, params, seed=number, arrival_time=self.engine.clock())
+        self.engine.add_request(request, wants_events=False)
+
     def run(self, steps: int) -> list[float]:
         """Seconds of each step."""
         times = []
         for _ in range(steps):
             start = time.perf_counter()
+            if self.arrivals:
+                self.arrived += 1
+                one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+                self._add(f"a{self.arrived}", 1000 + self.arrived, self.arrivals, one)
             self.engine.step()
             times.append(time.perf_counter() - start)
         return times
@@ -159,10 +174,12 @@ def trace(run: Callable[[], Any]) -> list[Span]:
     ]
 
 
-def profile_batch(target: Target, batch: int, context: int, temperature: float, floor: float) -> list[dict[str, Any]]:
+def profile_batch(
+    target: Target, batch: int, context: int, temperature: float, floor: float, arrivals: int = 0
+) -> list[dict[str, Any]]:
     """Rows (kind, name, calls, us) of one batch size; `floor` in seconds."""
     on_gpu = target.device != "cpu"
-    decoding = _Decoding(target, batch, context, temperature)
+    decoding = _Decoding(target, batch, context, temperature, arrivals)
     try:
         with decoding.timed_parts():
             start = time.perf_counter()
@@ -202,34 +219,49 @@ def measure(options: argparse.Namespace, progress: Callable[[str], None] = print
     if not isinstance(decoder, Decoder):
         raise ConfigError(f"model={options.model!r} is no decoder of this package: its floor is not known")
     limits = floors.measure_limits(decoder.device, decoder.dtype)
-    most, length = max(options.batches), options.context + SETTLE + TIMED + TRACED + 64
+    length = options.context + SETTLE + TIMED + TRACED + 64
+    most, blocks = max(options.batches), -(-max(length, options.arrivals + 1) // 16) + 1
+    extra = 4 if options.arrivals else 0
     settings = {
-        "max_num_seqs": most,
-        "max_model_len": length,
-        "num_gpu_blocks_override": most * (-(-length // 16) + 1),
+        "max_num_seqs": most + extra,
+        "max_model_len": max(length, options.arrivals + 1),
+        "num_gpu_blocks_override": (most + extra) * blocks,
         "swap_space": 0.0,
         "enforce_eager": options.enforce_eager,
     }
     found = []
     with open_target(model, **settings) as target:
+        if options.launch_mixed:
+            launch_mixed(target)
         per_token = target.bytes_per_block // target.config.block_size
         for batch in options.batches:
             context = options.context + SETTLE + TIMED // 2
             least = floors.decode_bytes(decoder, batch, context, per_token) / limits.bytes_per_second
-            rows = profile_batch(target, batch, options.context, options.temperature, least)
+            rows = profile_batch(target, batch, options.context, options.temperature, least, options.arrivals)
             same = {
                 "model": target.name,
                 "dtype": target.dtype,
                 "batch": batch,
                 "context": context,
                 "temperature": options.temperature,
-                "graphs": not options.enforce_eager,
+                "arrivals": options.arrivals,
+                "graphs": "none" if options.enforce_eager else "all but mixed" if options.launch_mixed else "all",
                 "copy_gbps": round(limits.bytes_per_second / 1e9, 1),
                 **common.environment(target.device_name),
             }
             found += [{**row, **same} for row in rows]
             progress(summary(batch, rows))
     return found
+
+
+def launch_mixed(target: Target) -> None:
+    """Steps with prefills are launched as they come from now on. ConfigError on a device without such graphs."""
+    forward = getattr(target.engine.runner, "cuda_forward", None)
+    if forward is None:
+        raise ConfigError(
+            f"launch_mixed=True is for a GPU and a model that its fused forward pass takes: {target.name}"
+        )
+    forward.short.enabled = False
 
 
 def summary(batch: int, rows: Sequence[dict[str, Any]], kernels: int = 16) -> str:
@@ -261,7 +293,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 with top_p 0.95")
+    parser.add_argument("--arrivals", type=int, default=0, help="prompt tokens of a request that arrives every step")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--launch-mixed", action="store_true", help="steps with prefills without CUDA graphs")
     parser.add_argument("--output", type=Path, help="CSV file")
     return parser.parse_args(arguments)
 
@@ -276,4 +310,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    own_process()
     raise SystemExit(main())

@@ -44,15 +44,19 @@ class Target:
     def __post_init__(self) -> None:
         if self.endpoint not in ENDPOINTS:
             raise ConfigError(f"endpoint={self.endpoint!r} must be one of {', '.join(ENDPOINTS)}")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url={self.url!r} must start with http:// or https://")
+        server_root(self.url)
         if self.vocab_size < 1:
             raise ConfigError(f"vocab_size={self.vocab_size} must be at least 1")
 
     @property
     def headers(self) -> dict[str, str]:
         """Of every request."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return authorization(self.api_key)
+
+    @property
+    def address(self) -> str:
+        """Where requests go."""
+        return server_root(self.url) + ENDPOINTS[self.endpoint]
 
     def body(self, workload: Workload, index: int) -> bytes:
         """A request of the workload as JSON."""
@@ -106,17 +110,47 @@ class Answer:
         return self.end - self.due
 
 
-def served_model(url: str, api_key: str | None = None, timeout: float = 10.0) -> str:
-    """The first model that the server lists. Raises :class:`ConfigError` where none answers."""
-    from urllib.error import URLError
+def server_root(url: str) -> str:
+    """A server's address without what clients may add to it: the official one wants the API's `/v1` in it."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url={url!r} must start with http:// or https://")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def served_models(url: str, api_key: str | None = None, timeout: float = 30.0) -> list[str]:
+    """Names of the models that the server lists, at least one. Raises :class:`ConfigError` where no server answers."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    request = Request(f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    request = Request(f"{server_root(url)}/v1/models", headers=authorization(api_key))
     try:
         with urlopen(request, timeout=timeout) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (URLError, OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"url={url!r}: /v1/models does not answer as a server of models: {error}") from error
+            names = [str(entry["id"]) for entry in json.load(answer)["data"]]
+        if names:
+            return names
+        reason = "it lists none"
+    except HTTPError as error:
+        reason = f"HTTP {error.code}: {error_message(error.read(1 << 16))}"
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        reason = str(error)
+    raise ConfigError(f"url={url!r} does not answer as a server of models: {reason}")
+
+
+def error_message(body: bytes | str) -> str:
+    """A server's words in an error body of whatever form, in one line of at most 200 characters."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else body
+    try:
+        error = json.loads(text)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        pass
+    return " ".join(text.split())[:200]
 
 
 def run_load(
@@ -180,14 +214,14 @@ async def _ask(session: aiohttp.ClientSession, target: Target, body: bytes, answ
     import aiohttp
 
     headers = {"Content-Type": "application/json"}
-    url = target.url.rstrip("/") + ENDPOINTS[target.endpoint]
     try:
-        async with session.post(url, data=body, headers=headers) as response:
+        async with session.post(target.address, data=body, headers=headers) as response:
             if response.status != 200:
-                answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                answer.error = f"HTTP {response.status}: {error_message(await response.read())}"
                 return
             await _read(response.content, answer, start)
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Of a connection, or of events that are not what the API says: either is this request's alone.
         answer.error = f"{type(error).__name__}: {error}"
 
 

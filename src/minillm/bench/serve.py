@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from minillm.bench import common, drawing
 from minillm.bench.history import Figure
-from minillm.bench.load import Answer, Goals, Target, good, run_load, served_model
+from minillm.bench.load import Answer, Goals, Target, good, run_load, served_models
 from minillm.bench.program import Cells, Program, Rows, provenance
 from minillm.bench.recording import percentile
 from minillm.bench.workloads import LAWS, Workload, fixed, lognormal, shared_prefix, uniform
@@ -35,7 +35,9 @@ TITLES = {
     "e2el": "end-to-end latency",
 }
 GENERATORS = ("fixed", "uniform", "shared-prefix", *LAWS)
+SERVER = (sys.executable, "-m", "minillm.bench.serve_target")
 START_TIMEOUT = 600.0
+"""Seconds that a server may take to load its model; one that hangs is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +169,13 @@ def own_server(
 
     `fields` are of :class:`EngineConfig`, each as NAME=JSON.
     """
-    command = [sys.executable, "-m", "minillm.bench.serve_target", model, device, dtype, *fields]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
+    command = [*SERVER, model, device, dtype, *fields]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             progress(f"starting a server of {model}")
             assert process.stdout is not None
-            match = re.search(r"http://\S+", process.stdout.readline())
+            with _killed_after(START_TIMEOUT, process):
+                match = re.search(r"http://\S+", process.stdout.readline())
             if match is None:
                 raise ConfigError(f"the server of model={model!r} did not start (its message is above)")
             yield match[0]
@@ -184,9 +187,20 @@ def own_server(
                 process.kill()
 
 
+@contextlib.contextmanager
+def _killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """End the process if the block takes longer: a read of its output then comes to its end."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def target_of(url: str, model: str | None, **options: Any) -> Target:
     """The server at `url`; its first model where none is named."""
-    return Target(url=url, model=model or served_model(url, options.get("api_key")), **options)
+    return Target(url=url, model=model or served_models(url, options.get("api_key"))[0], **options)
 
 
 def tables(rows: Rows) -> dict[str, Cells]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minillm.cli import console
-from minillm.cli.bench_frame import RESULTS, Device, FromCSV, Seed, bench_app, device_of, publish
+from minillm.cli.bench_frame import RESULTS, Device, FromCSV, Output, Seed, bench_app, device_of, publish
 from minillm.cli.options import with_options
 from minillm.core.errors import ConfigError
 
@@ -31,7 +31,7 @@ def cpu(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate per request.")] = 64,
     load: Annotated[bool, typer.Option(help="Also time loading, in fresh processes.")] = True,
     memory: Annotated[bool, typer.Option(help="Also measure the peak memory of generating for 64 requests.")] = True,
-    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "cpu.csv",
+    output: Output = RESULTS / "cpu.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """This engine against transformers' `generate` on this CPU, same weights, one run."""
@@ -51,7 +51,7 @@ def scheduler(
     running: Annotated[list[int] | None, typer.Option(min=1, help="Running requests; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "scheduler.csv",
+    output: Output = RESULTS / "scheduler.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Time of schedule + commit per step, by running requests (1, 16, 64, 256, 1024 if not given)."""
@@ -79,7 +79,7 @@ def engine(
         str | None, typer.Option(help="Of this model [a made-up one of 151,936 tokens].", show_default=False)
     ] = None,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "engine.csv",
+    output: Output = RESULTS / "engine.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """CPU time of the engine's thread per step around a device of fixed speed (1, 16, 64, 256, 1024 if not given)."""
@@ -124,8 +124,7 @@ def materialize(
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     iterations: Annotated[int, typer.Option(min=3, help="Timed calls of each path and length.")] = 50,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS
-    / "materialize.csv",
+    output: Output = RESULTS / "materialize.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """What copying a sequence's K and V out of the pages costs, per length, one layer and all."""
@@ -199,7 +198,7 @@ def swap(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repeats; figures are medians.")] = 10,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "swap.csv",
+    output: Output = RESULTS / "swap.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """KV blocks of Llama-3.1-8B to host memory and back, against a plain copy and beside computing."""
@@ -223,7 +222,7 @@ def fused(
         list[str] | None,
         typer.Option(help="Shapes of this model alone, such as Qwen3-0.6B; may be repeated.", show_default=False),
     ] = None,
-    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "fused.csv",
+    output: Output = RESULTS / "fused.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """The decoder's fused kernels against torch and against the time that their bytes take."""
@@ -251,8 +250,7 @@ def sampling(
     vocab: Annotated[int, typer.Option(min=2, help="Width of the logits.")] = 151_936,
     rounds: Annotated[int, typer.Option(min=3, help="Timed replays; figures are medians.")] = 30,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS
-    / "sampling.csv",
+    output: Output = RESULTS / "sampling.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """From logits to tokens on a GPU: greedy, plain, top-k, top-p, against tensor operations."""

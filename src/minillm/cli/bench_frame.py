@@ -25,6 +25,7 @@ FromCSV = Annotated[
     typer.Option(help="Print the tables and draw the plots of this CSV file; measure nothing.", show_default=False),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Output = Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")]
 DType = Annotated[str, typer.Option(help="As for `minillm generate`.")]
 Seed = Annotated[int, typer.Option(help="Of the inputs.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats, after a warm-up; figures are medians.")]

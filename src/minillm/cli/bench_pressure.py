@@ -15,6 +15,7 @@ from minillm.cli.bench_frame import (
     DType,
     FromCSV,
     Model,
+    Output,
     Repeats,
     Seed,
     bench_app,
@@ -53,7 +54,7 @@ def modes(
     repeats: Repeats = 5,
     cpu_time: CpuTime = False,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plots go beside it.")] = RESULTS / "modes.csv",
+    output: Output = RESULTS / "modes.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Static, continuous, continuous under pressure (recompute, swap, auto) and the raw kernel loop on one workload."""

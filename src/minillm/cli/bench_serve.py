@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from minillm.cli import console
-from minillm.cli.bench_frame import RESULTS, Device, FromCSV, Quick, Seed, bench_app, device_of, publish
+from minillm.cli.bench_frame import RESULTS, Device, FromCSV, Output, Quick, Seed, bench_app, device_of, publish
 from minillm.cli.options import with_options
 from minillm.core.errors import ConfigError
 
@@ -62,7 +62,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one request.")] = 600.0,
     quick: Quick = False,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "serve.csv",
+    output: Output = RESULTS / "serve.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Load a server: TTFT, TPOT, inter-token and end-to-end latency (mean, p50, p90, p99), rates and goodput."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from minillm.cli import console
-from minillm.cli.bench_frame import RESULTS, FromCSV, Model, Quick, Seed, bench_app, publish
+from minillm.cli.bench_frame import RESULTS, FromCSV, Model, Output, Quick, Seed, bench_app, publish
 from minillm.cli.options import with_options
 
 _Conversation = Annotated[
@@ -28,7 +28,6 @@ _Ageing = Annotated[
 ]
 _Slots = Annotated[int, typer.Option(min=1, help="Sequence slots (requests in a step).")]
 _PrefillTokens = Annotated[int, typer.Option(min=1, help="Prompt tokens that a step computes at most.")]
-_Output = Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")]
 
 
 @bench_app.command("sla")
@@ -48,7 +47,7 @@ def sla(
     prefill_tokens: _PrefillTokens = 1024,
     quick: Quick = False,
     seed: Seed = 0,
-    output: _Output = RESULTS / "sla.csv",
+    output: Output = RESULTS / "sla.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Priority classes under load in virtual time: objectives met, percentiles and the stated bound on waits."""
@@ -86,7 +85,7 @@ def sla_model(
     ageing: _Ageing = None,
     quick: Quick = False,
     seed: Seed = 0,
-    output: _Output = RESULTS / "sla_model.csv",
+    output: Output = RESULTS / "sla_model.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """The priority classes on a real model: a short piece of the traces, in real time."""
@@ -135,7 +134,7 @@ def prefix(
     prefill_tokens: _PrefillTokens = 8192,
     quick: Quick = False,
     seed: Seed = 0,
-    output: _Output = RESULTS / "prefix.csv",
+    output: Output = RESULTS / "prefix.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Prefix sharing on a trace in virtual time: hit ratio against a plain LRU list, and the TTFT that it saves."""
@@ -171,7 +170,7 @@ def prefix_model(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, with and without the cache in turn.")] = 3,
     quick: Quick = False,
     seed: Seed = 0,
-    output: _Output = RESULTS / "prefix_model.csv",
+    output: Output = RESULTS / "prefix_model.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """TTFT of prompts that share a system prompt, with the prefix cache and without, on a real model."""

@@ -16,6 +16,7 @@ from minillm.cli.bench_frame import (
     DType,
     FromCSV,
     Model,
+    Output,
     Quick,
     Repeats,
     Seed,
@@ -60,7 +61,7 @@ def static(
     repeats: Repeats = 5,
     cpu_time: CpuTime = False,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "static.csv",
+    output: Output = RESULTS / "static.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Static batching: a batch runs from its first step to its last; batch 1, 2, 4, 8, 16 if not given, per dtype."""
@@ -101,7 +102,7 @@ def offline(
     repeats: Repeats = 1,
     cpu_time: CpuTime = False,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "offline.csv",
+    output: Output = RESULTS / "offline.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Output tokens per second on the public offline workload: 256 requests, 100-1024 tokens in, 100-1024 out."""
@@ -147,7 +148,7 @@ def latency(
     repeats: Repeats = 5,
     cpu_time: CpuTime = False,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "latency.csv",
+    output: Output = RESULTS / "latency.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Time to the first token by prompt length and per token by batch, each as measured / floor."""
@@ -186,14 +187,13 @@ def gpu_table(
         ),
     ] = None,
     device: Device = "cuda",
-    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    dtype: DType = "auto",
     runs: Annotated[int, typer.Option(min=1, help="Of everything; figures are medians.")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="Of the short measurements within a run.")] = 5,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Look prompts up in the prefix cache.")] = False,
     quick: Quick = False,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS
-    / "gpu_table.csv",
+    output: Output = RESULTS / "gpu_table.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Offline throughput, time per token, decode steps, first token, prefill: each beside its floor and vLLM's."""
@@ -231,7 +231,7 @@ def startup(
     device: Device = "auto",
     folder: Annotated[Path, typer.Option(help="Where folders of random:NAME are written and kept.")] = Path("/tmp"),
     runs: Annotated[int, typer.Option(min=1, help="Processes that count; figures are medians.")] = 3,
-    output: Annotated[Path, typer.Option(help="CSV file to write; the plot goes beside it.")] = RESULTS / "startup.csv",
+    output: Output = RESULTS / "startup.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """From the start of a process to its first token, phase by phase, in fresh processes."""
@@ -242,7 +242,7 @@ def startup(
         from minillm.bench.model_folder import write_model_folder
 
         where = device_of(device).type
-        names = model or [DEFAULT_MODEL if where == "cpu" else "random:qwen3-0.6b"]
+        names = model or [DEFAULT_MODEL if where == "cpu" else GPU_MODEL]
         paths = []
         for name in names:
             shape = name.removeprefix("random:")
@@ -261,7 +261,7 @@ def pressure(
         typer.Option("--model", "-m", help="[CPU: random:tiny; GPU: random:qwen3-0.6b].", show_default=False),
     ] = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="As for `minillm generate`.")] = "auto",
+    dtype: DType = "auto",
     requests: Annotated[int | None, typer.Option(min=4, help="[GPU: 192; CPU: 16]", show_default=False)] = None,
     prompt: Annotated[
         tuple[int, int] | None,
@@ -273,7 +273,7 @@ def pressure(
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Of each way; figures are medians.")] = 3,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "pressure.csv",
+    output: Output = RESULTS / "pressure.csv",
     from_csv: FromCSV = None,
 ) -> None:
     """Throughput and tokens with a KV pool of a quarter of the need, by swapping and by recomputing."""
@@ -284,7 +284,7 @@ def pressure(
         where = device_of(device).type
         small = where == "cpu"
         options = bench.Options(
-            model=model or ("random:tiny" if small else "random:qwen3-0.6b"),
+            model=model or ("random:tiny" if small else GPU_MODEL),
             device=where,
             dtype=dtype,
             requests=requests or (16 if small else 192),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from minillm.bench.load import authorization, error_message, served_models, server_root
 from minillm.core.errors import ConfigError, RequestError
 
 Message = dict[str, str]
-CONNECT_TIMEOUT = 600.0
+SILENCE_TIMEOUT = 600.0
 """Seconds without a byte after which a server counts as gone; a queue in front of a model may take long."""
 
 
@@ -21,17 +23,9 @@ class RemoteModel:
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
         """`model` None takes the first that the server lists. Raises :class:`ConfigError` where no server answers."""
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url={url!r} must start with http:// or https://")
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        try:
-            with self._open("/v1/models") as answer:
-                names = [entry["id"] for entry in json.load(answer)["data"]]
-        except (RequestError, URLError, OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"url={url!r} does not answer as a server of models: {error}") from error
+        self._url = server_root(url)
+        self._headers = {"Content-Type": "application/json", **authorization(api_key)}
+        names = served_models(url, api_key)
         if model is not None and model not in names:
             raise ConfigError(f"model={model!r} is not served at {url}; it has: {', '.join(names)}")
         self.model = model or names[0]
@@ -45,14 +39,14 @@ class RemoteModel:
         body = {"model": self.model, "messages": messages, "stream": True, **params}
         start, first, tokens = time.perf_counter(), None, 0
         try:
-            with self._open("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}) as answer:
+            with self._open({**body, "stream_options": {"include_usage": True}}) as answer:
                 for line in answer:
                     data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
                     if data == b"[DONE]":
                         break
                     event = json.loads(data) if data else {}
                     if "error" in event:
-                        raise RequestError(str(event["error"].get("message", event["error"])))
+                        raise RequestError(error_message(data))
                     tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
                     for choice in event.get("choices", ()):
                         text = choice.get("delta", {}).get("content")
@@ -61,23 +55,16 @@ class RemoteModel:
                             write(text)
                 else:
                     raise RequestError("the server broke off in the middle of the answer")
-        except (URLError, OSError, ValueError) as error:
-            raise RequestError(f"the server at {self._url} failed: {error}") from error
+        except RequestError:
+            raise
+        except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RequestError(f"the server at {self._url} failed: {error!r}") from error
         waited = f"time to first token {first - start:.2f} s" if first is not None else "no text"
         return f"{tokens} generated, {waited}, {time.perf_counter() - start:.2f} s in all"
 
-    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
+    def _open(self, body: Mapping[str, Any]) -> Any:
+        request = Request(f"{self._url}/v1/chat/completions", json.dumps(body).encode(), self._headers)
         try:
-            return urlopen(Request(self._url + path, data, self._headers), timeout=CONNECT_TIMEOUT)
+            return urlopen(request, timeout=SILENCE_TIMEOUT)
         except HTTPError as error:
-            raise RequestError(f"HTTP {error.code}: {_message(error.read(1 << 16))}") from error
-
-
-def _message(body: bytes) -> str:
-    """The server's words in an error body of whatever form."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return " ".join(body.decode(errors="replace").split())[:200]
+            raise RequestError(f"HTTP {error.code}: {error_message(error.read(1 << 16))}") from error

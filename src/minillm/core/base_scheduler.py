@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 
@@ -27,6 +26,7 @@ from minillm.core.errors import (
     PromptTooLongError,
     QueueFullError,
 )
+from minillm.core.in_flight import InFlight
 from minillm.core.observer import Observer
 from minillm.core.plan import (
     FinishEvent,
@@ -44,42 +44,6 @@ from minillm.core.waiting_queue import WaitingQueue
 
 KEEP_ENDED = 1024
 """Ended requests that `explain` still knows."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A plan that was issued and has not committed, with the requests behind its rows."""
-
-    plan: StepPlan
-    decodes: list[Request]
-    chunks: list[tuple[Request, list[Request]]]
-    """Per prefill chunk: its request, and the requests that its sample rows belong to."""
-    outputs: list[list[int]] = field(default_factory=list)
-    """Output list of each decode row; a throw-away list where the row was discarded."""
-    last_rows: list[Request] = field(default_factory=list)
-    """Decode rows that sample their request's last token."""
-    fills: list[tuple[Request, int]] = field(default_factory=list)
-    """(request, index of a block that this plan fills to its last slot)."""
-    discarded: set[str] = field(default_factory=set)
-    """Requests that ended, or lost their KV, after the plan was issued: their rows count for nothing."""
-    discarded_rows: list[int] = field(default_factory=list)
-    """Indices of their decode rows."""
-
-    def discard(self, request: Request, *, may_decode: bool = True) -> None:
-        """The request's rows in this plan count for nothing. `may_decode=False`: it has no decode row here."""
-        if request.request_id in self.discarded:
-            return
-        self.discarded.add(request.request_id)
-        if not may_decode:
-            return
-        row = request.decode_index
-        if not (0 <= row < len(self.decodes) and self.decodes[row] is request):
-            try:
-                row = self.decodes.index(request)  # it has moved in the decode set since
-            except ValueError:
-                return
-        self.discarded_rows.append(row)
-        self.outputs[row] = []
 
 
 class BaseScheduler(ABC):

@@ -46,12 +46,10 @@ def _present(scheduler: BaseScheduler, request: Request) -> str:
 
 
 def _waits_for(scheduler: BaseScheduler, request: Request) -> str:
-    order = scheduler.waiting.in_order()
-    place = order.index(request)
-    head = order[0]
-    text = (
-        f"behind {place} of {len(order)} requests in the queue{_by_priority(order[:place])}" if place else "next to run"
-    )
+    queue = scheduler.waiting
+    ahead = queue.ahead_of(request)
+    head = min(ahead, key=queue.key, default=request)
+    text = f"behind {len(ahead)} of {len(queue)} requests in the queue{_by_priority(ahead)}" if ahead else "next to run"
     reason = next((t.reason for t in reversed(head.history) if t.reason.startswith("waits: ")), None)
     if reason is not None and head.state in QUEUED:
         who = "it" if head is request else f"the first, {head.request_id},"

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minillm.core.base_scheduler import BaseScheduler, InFlight
+from minillm.core.base_scheduler import BaseScheduler
 from minillm.core.errors import InvariantViolation
+from minillm.core.in_flight import InFlight
 from minillm.core.plan import (
     BlockCopy,
     DecodeBatch,

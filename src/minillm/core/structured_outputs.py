@@ -24,6 +24,29 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCalls:
+    """Calls of tools, as a chat template teaches its model to write them: JSON objects that fit the schema.
+
+    - ``schema``: of one call; a mapping or its text, kept as canonical text.
+    - ``tags``: what stands in front of each call and behind it; None where calls have no tags.
+    - ``bare``: calls may stand without tags, behind ``prefix`` or nothing, with one of ``separators`` between two.
+    - ``max_calls``: most calls of one output.
+    - ``ignore_unsupported``: as in :class:`StructuredOutputs`.
+    """
+
+    schema: str | Mapping[str, Any]
+    tags: tuple[str, str] | None = None
+    bare: bool = False
+    prefix: str = ""
+    separators: str = ""
+    max_calls: int = 1
+    ignore_unsupported: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", _schema_text(self.schema))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """The form of an output, named as in vLLM. Exactly one of the first five is given.
 
@@ -37,6 +60,8 @@ class StructuredOutputs:
     expression for what may stand there; ``ignore_unsupported`` takes keywords of a schema that cannot be enforced
     (`uniqueItems`, an unknown `format`) as if they were not there, rather than refusing the schema.
 
+    ``or_calls``: calls of tools may come in place of the form.
+
     Checked here is the shape alone; :class:`minillm.engine.grammar.GrammarCompiler` compiles. Violations raise
     :class:`InvalidParameterError`. Hashable, so that what was compiled can be found again.
     """
@@ -49,8 +74,11 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     ignore_unsupported: bool = False
+    or_calls: ToolCalls | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.or_calls, ToolCalls | None):
+            raise _refusal("or_calls", self.or_calls, "it must be ToolCalls or None")
         for name in ("json_object", "disable_any_whitespace", "ignore_unsupported"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, False)  # vLLM's default

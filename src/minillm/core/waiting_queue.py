@@ -53,6 +53,11 @@ class WaitingQueue:
         """The requests in the order in which they would run now."""
         return sorted(self._members.values(), key=self.key)
 
+    def ahead_of(self, request: Request) -> list[Request]:
+        """The requests that would run before this one, in no particular order: O(n), without sorting the queue."""
+        mine = self.key(request)
+        return [other for other in self._members.values() if self.key(other) < mine]
+
     def first(self, count: int) -> list[Request]:
         """About the first `count` requests, without sorting a long queue: O(count log count), and a key per user.
 

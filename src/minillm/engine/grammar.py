@@ -20,13 +20,14 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.core.errors import InvalidParameterError, MiniLLMError, StructuredOutputsUnavailableError
-from minillm.core.structured_outputs import StructuredOutputs
+from minillm.core.structured_outputs import StructuredOutputs, ToolCalls
 from minillm.engine import grammar_check
+from minillm.engine.grammar_calls import call_rules
 from minillm.models.tokenizer import TextMode
 
 if TYPE_CHECKING:
@@ -104,8 +105,13 @@ class GrammarCompiler:
                     found = self._compile(spec)
                     self._keep(spec, found)
         if isinstance(found, str):
-            raise InvalidParameterError(f"structured_outputs.{spec.kind}", _value(spec), found)
+            rule = found if spec.or_calls is None else f"{found} (of this form, or of the tools' parameters)"
+            raise InvalidParameterError(f"structured_outputs.{spec.kind}", _value(spec), rule)
         return found
+
+    def knows(self, spec: StructuredOutputs) -> bool:
+        """Whether :meth:`compile` has the answer already."""
+        return self._look_up(spec) is not None
 
     def has_made(self, grammar: CompiledGrammar) -> bool:
         """Whether the grammar is for this tokenizer."""
@@ -133,7 +139,8 @@ class GrammarCompiler:
         import numpy as np
 
         vocabulary = self._load_vocabulary()
-        answer = _checked_grammar(spec)
+        control_texts = {self._tokenizer.id_to_piece(token_id) for token_id in self._tokenizer.control_ids}
+        answer = _checked_grammar(spec, control_texts)
         if "error" in answer:
             return answer["error"]
         try:
@@ -308,25 +315,38 @@ def _value(spec: StructuredOutputs) -> object:
 
 def _size(spec: StructuredOutputs) -> int:
     value = _value(spec)
-    return sum(map(len, value)) if isinstance(value, tuple) else len(str(value))
+    calls = 0 if spec.or_calls is None else len(spec.or_calls.schema)
+    return calls + (sum(map(len, value)) if isinstance(value, tuple) else len(str(value)))
 
 
 # -- the check -------------------------------------------------------------------------------------------
 
 
-def _checked_grammar(spec: StructuredOutputs) -> dict[str, str]:
+def _checked_grammar(spec: StructuredOutputs, control_texts: Collection[str]) -> dict[str, str]:
     """The library's grammar for the request (`grammar`), or why there is none (`error`).
 
     Found out by :mod:`minillm.engine.grammar_check`, run as a process that cannot outgrow its limits (about 0.1 s of
     CPU time). What is plainly small is spared that.
     """
     kind = "json" if spec.json_object else spec.kind
+    calls = spec.or_calls
     request: dict[str, Any] = {"kind": kind, "text": _text(spec), "options": _json_options(spec)}
+    request["calls"] = None if calls is None else _calls(calls)
     is_small = spec.json_object or spec.choice is not None
     is_small = is_small or (spec.json is not None and is_plain(json.loads(str(spec.json))))
-    if is_small and spec.whitespace_pattern is None:
-        return {"grammar": grammar_check.make_grammar(**request)}
-    return _run_check(request)
+    is_small = is_small and (calls is None or is_plain(json.loads(str(calls.schema))))
+    if not is_small or spec.whitespace_pattern is not None:
+        answer = _run_check(request)
+        if calls is None or "error" in answer:
+            return answer
+    if calls is not None:  # the process of the check has no vocabulary, and so no tokens that are tags
+        request["calls"] = _calls(calls, control_texts)
+    return {"grammar": grammar_check.make_grammar(**request)}
+
+
+def _calls(calls: ToolCalls, control_texts: Collection[str] = ()) -> dict[str, Any]:
+    options = {"lenient": calls.ignore_unsupported, "whitespace_pattern": DEFAULT_WHITESPACE}
+    return {"schema": calls.schema, "options": options, "rules": call_rules(calls, control_texts)}
 
 
 def _run_check(request: dict[str, Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ are enough: each level multiplies the one below). The library's own limits do no
 is first compiled here, in a process with a limit on CPU time and memory, and only what passes is compiled in the
 engine's process.
 
-One JSON object on standard input (`kind`, `text`, `options`, `limits`), one on standard output: `grammar`, and
+One JSON object on standard input (`kind`, `text`, `options`, `calls`, `limits`), one on standard output: `grammar`, and
 `error` if it does not compile. Imports nothing of the package: its start is part of a request's latency.
 """
 
@@ -22,11 +22,30 @@ MEMORY_BYTES = 512 << 20
 TRIED_BYTES = 8
 
 
-def make_grammar(kind: str, text: str, options: Any) -> str:
+def make_grammar(kind: str, text: str, options: Any, calls: Any = None) -> str:
     """The library's grammar for a request of this kind; `text` of a choice is a JSON list. ValueError if there is none.
 
-    Only the syntax that has to be rewritten is checked; the grammar may not compile.
+    `calls` (`schema` and `options` of a tool call, `rules` in Lark's notation) joins calls to it: its start rule refers
+    to the grammars `@content` and `@call`. Only the syntax that has to be rewritten is checked; the grammar may not
+    compile.
     """
+    from llguidance import LLMatcher
+
+    content = _make_content(kind, text, options)
+    if calls is None:
+        return content
+    call = LLMatcher.grammar_from_json_schema(calls["schema"], overrides=calls["options"])
+    parts = [{"lark_grammar": calls["rules"]}, _named("content", content), _named("call", call)]
+    return json.dumps({"grammars": parts})
+
+
+def _named(name: str, grammar: str) -> dict[str, Any]:
+    """A grammar of the library (Lark's notation, or JSON with one member) as a member of a list of grammars."""
+    part = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return {**part, "name": name}
+
+
+def _make_content(kind: str, text: str, options: Any) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -48,7 +67,7 @@ def check(request: dict[str, Any]) -> dict[str, str]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     try:
-        grammar = make_grammar(request["kind"], request["text"], request["options"])
+        grammar = make_grammar(request["kind"], request["text"], request["options"], request["calls"])
     except ValueError as error:
         return {"error": str(error)}
     limits = LLParserLimits(**request["limits"])

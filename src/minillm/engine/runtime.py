@@ -128,6 +128,11 @@ class Runtime:
         self._thread.submit(tickets)
         return tickets
 
+    def submits_at_once(self, params: SamplingParams) -> bool:
+        """Whether no form of an output has to be compiled first, which may take seconds."""
+        form = params.structured_outputs
+        return form is None or self._inputs.grammars.knows(form)
+
     def on_delivered(self, callback: Callable[[], None] | None) -> None:
         """Have the engine thread call `callback` when sinks have been told all that a step brought: so that a loop
         is woken once a step, not once a token."""

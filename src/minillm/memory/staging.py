@@ -45,13 +45,30 @@ class Upload(Protocol):
         """One array. It may be changed afterwards, except on a CPU."""
         ...
 
-    def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Several arrays in one transfer. The tensors are valid until the next call of `together`."""
+    def together(self, arrays: Sequence[np.ndarray], target: Tensor | None = None) -> list[Tensor]:
+        """Several arrays in one transfer. The tensors are valid until the next call of `together`.
+
+        With `target`, uint8, dense, a multiple of 16 bytes, large enough (:func:`packed_bytes`): there, and valid until
+        it is written again; arrays of the same sizes get the same places.
+        """
         ...
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
         """One flat array to the beginning of `target`, of its dtype, behind what still reads it there."""
         ...
+
+
+def _offsets(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where each of them begins when they are sent together, and where the last one ends."""
+    offsets = [0]
+    for array in arrays:
+        offsets.append(offsets[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def packed_bytes(arrays: Sequence[np.ndarray]) -> int:
+    """What :meth:`Upload.together` takes for these arrays."""
+    return _offsets(arrays)[-1]
 
 
 def upload_to(device: torch.device | str) -> Upload:
@@ -66,11 +83,34 @@ class HostUpload:
     def __call__(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
+    def together(self, arrays: Sequence[np.ndarray], target: Tensor | None = None) -> list[Tensor]:
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if target is None:
+            return tensors
+        views = _views(target, arrays, _offsets(arrays))
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+        return views
 
     def into(self, target: Tensor, array: np.ndarray) -> None:
         target[: len(array)].copy_(torch.from_numpy(array))
+
+
+def _views(target: Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> list[Tensor]:
+    """Tensors like the arrays in `target`, uint8, which has them at these offsets."""
+    if offsets[-1] > len(target):
+        raise ValueError(f"the arrays take {offsets[-1]} bytes, the target has {len(target)}")
+    typed: dict[np.dtype[Any], Tensor] = {}
+    views = []
+    for array, offset in zip(arrays, offsets, strict=False):
+        dtype = array.dtype
+        whole = typed.get(dtype)
+        if whole is None:
+            whole = typed[dtype] = target.view(_TORCH_DTYPES[dtype])
+        start = offset // dtype.itemsize
+        view = whole[start : start + array.size]
+        views.append(view if array.ndim == 1 else view.view(array.shape))
+    return views
 
 
 def _address(array: np.ndarray) -> int:
@@ -148,21 +188,21 @@ class PinnedUpload:
         self._send(target, staged)
         return target
 
-    def together(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    def together(self, arrays: Sequence[np.ndarray], target: Tensor | None = None) -> list[Tensor]:
         """Views of one buffer that keeps its place on the device; each call overwrites it, in stream order."""
         dense = [np.ascontiguousarray(array) for array in arrays]
-        offsets, end = [], 0
-        for array in dense:
-            offsets.append(end)
-            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        offsets = _offsets(dense)
+        end = offsets[-1]
+        if target is None:
+            if len(self._target) < end:
+                self._target = torch.empty(1 << max(16, end.bit_length()), dtype=torch.uint8, device=self._device)
+            target = self._target
+        views = _views(target, dense, offsets)
         staged = self._ring.take(end)
-        if len(self._target) < end:
-            self._target = torch.empty(1 << max(16, end.bit_length()), dtype=torch.uint8, device=self._device)
-        start, target, views = staged.data_ptr(), self._target, []
-        for array, offset in zip(dense, offsets, strict=True):
-            ctypes.memmove(start + offset, _address(array), array.nbytes)
-            view = target[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype])
-            views.append(view if array.ndim == 1 else view.view(array.shape))
+        flat = staged.numpy()
+        for array, offset in zip(dense, offsets, strict=False):
+            if array.size:
+                flat[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._send(target, staged)
         return views
 

@@ -30,6 +30,8 @@ class StepBatch:
     - ``logit_tokens``: the tokens, in order and each once, whose hidden state goes through the output head; of those,
       sampling row i reads number ``logit_rows[i]``, or number i where ``logit_rows`` is None.
     - ``sampling_index``: ``sampling_rows`` as int64 [R].
+    - ``padded``: for a padded step ids and positions with the padding behind them; then ``metadata`` is the padded
+      step's too.
     """
 
     input_ids: Tensor
@@ -42,6 +44,7 @@ class StepBatch:
     sampling_index: Tensor
     sampling_rows: list[int]
     output_indices: list[int]
+    padded: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,11 +68,12 @@ class BatchColumns(NamedTuple):
     output_indices: list[int]
 
 
-def batch_columns(plan: StepPlan, block_size: int) -> BatchColumns:
-    """The arithmetic from a plan to its flattened batch."""
+def batch_columns(plan: StepPlan, block_size: int, padded_to: int = 0) -> BatchColumns:
+    """The arithmetic from a plan to its flattened batch. Columns of tokens get `padded_to` entries if they have fewer:
+    token 0 at position 0, slot -1."""
     decodes, chunks = plan.decodes, plan.prefills
     count = len(decodes)
-    input_ids, positions, slots, spans = _prefill_columns(chunks, count, block_size)
+    input_ids, positions, slots, spans = _prefill_columns(chunks, count, block_size, padded_to)
     input_ids[:count] = decodes.token_ids
     positions[:count] = decodes.positions
     slots[:count] = decodes.kv_slots
@@ -106,11 +110,12 @@ def batch_columns(plan: StepPlan, block_size: int) -> BatchColumns:
 
 
 def _prefill_columns(
-    chunks: list[PrefillChunk], first_token: int, block_size: int
+    chunks: list[PrefillChunk], first_token: int, block_size: int, padded_to: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[PrefillSpan]]:
-    """Ids, positions and slots [T] with the chunks' parts filled in, and the chunks' spans."""
+    """Ids, positions and slots [T] with the chunks' parts and padding filled in, and the chunks' spans."""
     total = first_token + sum(chunk.end - chunk.start for chunk in chunks)
-    input_ids, positions, slots = (np.empty(total, dtype=np.int64) for _ in range(3))
+    input_ids, positions, slots = (np.empty(max(total, padded_to), dtype=np.int64) for _ in range(3))
+    input_ids[total:], positions[total:], slots[total:] = 0, 0, -1
     spans = []
     begin = first_token
     for chunk in chunks:

@@ -1,10 +1,10 @@
-"""The forward pass on a GPU: decode steps and short prefills replayed as graphs, all else launch by launch.
+"""The forward pass on a GPU: decode steps and steps with short prefills replayed as graphs, all else launch by launch.
 
 ```
-decode rows only   pack rows, tokens, positions, table changes ──one copy──► device
-                   graph of the padded size: prepare_decode, decoder, output head, flags of what is not finite
-a short prefill    batch as built by CudaBatchBuilder, copied to its place ──► graph of the padded size: decoder
-anything else      batch as built by CudaBatchBuilder ──► the same decoder, launched from here
+decode rows only     pack rows, tokens, positions, table changes ──one copy──► device
+                     graph of the padded size: prepare_decode, decoder, output head, flags of what is not finite
+with short prefills  batch as built by CudaBatchBuilder, padded, in its place ──► graph of the padded size: decoder
+anything else        batch as built by CudaBatchBuilder ──► the same decoder, launched from here
 ```
 """
 
@@ -27,7 +27,7 @@ from minillm.runner.cuda_graphs import StepGraphs, cuda_capture, padded_sizes
 from minillm.runner.device import StepDevice
 from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.sampler import Sampler
-from minillm.runner.short_prefill import ShortPrefill
+from minillm.runner.short_steps import ShortSteps
 from minillm.runner.step_handle import StepHandle
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CudaForward:
         self._last_tokens = last_tokens
         capture = cuda_capture(where) if graphs else None
         self.graphs = StepGraphs(padded_sizes(max_num_seqs), capture)
-        self.short_prefill = ShortPrefill(decoder, attention, max_num_seqs, capture)
+        self.short = ShortSteps(decoder, attention, max_num_seqs, capture)
         capacity = self.graphs.sizes[-1]
         self.buffers = DecodeBuffers(capacity, attention.table_width, where)
         self._workspace = decoder.workspace(max(max_num_batched_tokens, 1))
@@ -87,13 +87,9 @@ class CudaForward:
 
     def run(self, batch: StepBatch) -> Tensor:
         """Hidden states [T, hidden_size] of a built batch, valid until the next call of this or `decode`."""
-        if self.short_prefill.takes(batch):
-            hidden = self.short_prefill.run(batch)
-            if hidden is not None:
-                return hidden
-            context = self._attention
-        else:
-            context = self._attention.begin(batch.metadata)
+        if batch.padded is not None:
+            return self.short.run(batch)
+        context = self._attention.begin(batch.metadata)
         if batch.num_tokens > self._workspace.capacity:
             self._workspace = self._decoder.workspace(batch.num_tokens)
         return self._decoder.forward(batch.input_ids, batch.positions, context, self._workspace)
@@ -108,7 +104,13 @@ class CudaForward:
         return not plan.prefills and len(plan.decodes) > 0
 
     def prepare(self, plan: StepPlan) -> StepBatch:
-        """Send what a decode step needs; its batch is on the device once :meth:`decode` has made it."""
+        """Send what the step needs."""
+        if self.takes(plan):
+            return self._prepare_decode(plan)
+        return self._builder.build(plan, self.short.padding(plan))
+
+    def _prepare_decode(self, plan: StepPlan) -> StepBatch:
+        """A batch that is on the device once :meth:`decode` has made it."""
         columns, buffers = plan.decodes, self.buffers
         count, rows = len(columns), columns.rows
         message = pack_step(
@@ -182,12 +184,12 @@ class CudaForward:
     def close(self) -> None:
         """Drop the graphs."""
         self.graphs.close()
-        self.short_prefill.graphs.close()
+        self.short.close()
 
     @property
     def graph_bytes(self) -> int:
         """Device memory, beside torch's own, that graphs may come to take."""
-        return self.graphs.reserved_bytes + self.short_prefill.graphs.reserved_bytes
+        return self.graphs.reserved_bytes + self.short.reserved_bytes
 
     def _updates(self, rows: list[int]) -> list[int]:
         """Table changes to travel with the step: (row, index, block) one after the other. Others are applied apart."""
@@ -199,7 +201,7 @@ class CudaForward:
         # Each row's own thread block applies its changes, so a row without one needs another way.
         if len(changes) <= self.buffers.max_updates and {change[0] for change in changes} <= set(rows):
             return [number for change in changes for number in change]
-        self._attention.update_tables(*self._device.upload.together(self._builder.update_arrays(updates)))
+        self._builder.apply(updates)
         return []
 
     def _decode_rows(self, size: int) -> None:

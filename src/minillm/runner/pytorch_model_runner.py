@@ -194,10 +194,10 @@ class PyTorchModelRunner:
             self.builder.update_tables(plan.table_updates)
             assign_errors = self._assign(plan.assignments)
             start = self._device.mark()
-            fused = self.cuda_forward if self.cuda_forward is not None and CudaForward.takes(plan) else None
+            fused = self.cuda_forward
             batch = self.builder.build(plan) if fused is None else fused.prepare(plan)
             handle = StepHandle(plan, batch, failed_swaps=failed_swaps, swap_outs=outs, swap_ins=ins)
-            if fused is not None:
+            if fused is not None and fused.takes(plan):
                 fused.decode(handle)
             elif batch.num_tokens:
                 handle.hidden = self._forward_batch(handle)

@@ -78,7 +78,7 @@ def create_app(runtime: Runtime, config: ServerConfig | None = None, metrics: En
             CORSMiddleware,
             allow_origins=list(state.config.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id", "x-request-timeout"],
+            allow_headers=["*"],  # the official client sends a dozen of its own (x-stainless-...)
             expose_headers=["x-request-id", "retry-after"],
         )
     return app

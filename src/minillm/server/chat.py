@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from minillm.core.errors import InvalidParameterError
@@ -15,7 +16,7 @@ from minillm.server.delivery import StreamSink
 from minillm.server.generation import Call, ChunkWriter, Endpoint, usage_of
 from minillm.server.logprobs import TokenSpeller, chat_entry, of_entry, of_event
 from minillm.server.protocol import ChatRequest
-from minillm.server.tool_parsers import Delta, NamedCallParser, ToolCallParser
+from minillm.server.tool_parsers import Delta, NamedCallParser, ToolCallParser, ToolFormat, format_of
 from minillm.server.tools import ToolPlan, plan_tools
 
 ToolParser: TypeAlias = ToolCallParser | NamedCallParser
@@ -43,7 +44,7 @@ class Chat(Endpoint):
         plan = tool_plan(request)
         try:
             params = replace(defaults, **fields)
-            return params if plan is None else plan.apply(params)
+            return params if plan is None else plan.apply(params, self._tool_format)
         except InvalidParameterError as error:
             if error.field == "logprobs":
                 raise InvalidParameterError("top_logprobs", error.value, error.rule) from None
@@ -93,16 +94,19 @@ class Chat(Endpoint):
             "stop_reason": choice.stop_reason,
         }
 
-    def _parser(self, call: Call, stream: bool) -> ToolParser | None:
-        """The reader of one choice's tool calls."""
-        plan = tool_plan(call.request)
-        if plan is None:
-            return None
+    @cached_property
+    def _tool_format(self) -> ToolFormat:
+        """How the model writes calls, as its chat template with tools tells."""
         runtime = self.state.runtime
         template = runtime.chat_template
         if template is None:
             template = select_template(runtime.tokenizer.chat_templates, True, runtime.tokenizer.source)
-        return plan.parser(template, stream)
+        return format_of(template)
+
+    def _parser(self, call: Call, stream: bool) -> ToolParser | None:
+        """The reader of one choice's tool calls."""
+        plan = tool_plan(call.request)
+        return None if plan is None else plan.parser(self._tool_format, stream)
 
     def _speller(self, call: Call) -> TokenSpeller:
         return TokenSpeller(self.state.runtime.tokenizer, bool(call.request.return_tokens_as_token_ids))

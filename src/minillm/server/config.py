@@ -17,7 +17,8 @@ class ServerConfig:
     - ``api_keys``: any of them must come as `Authorization: Bearer KEY`; empty asks for none. Never printed.
     - ``served_model_names``: names that clients may use; empty takes the engine's own.
     - ``max_body_size``: bytes of a request's body.
-    - ``body_timeout``: seconds within which a body must have come in.
+    - ``header_timeout``: seconds within which a request's headers must have come in.
+    - ``body_timeout``: the same of a body, from there on.
     - ``priority_range``: what clients' `priority` is clamped to; lower runs first.
     - ``grace``: seconds that running requests have to finish in after the first SIGTERM.
     - ``cors_origins``: origins whose pages may call the server; empty sends no CORS headers.
@@ -31,6 +32,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     max_body_size: int = 8 * MIB
+    header_timeout: float = 30.0
     body_timeout: float = 60.0
     priority_range: tuple[int, int] = (0, 100)
     grace: float = 30.0
@@ -49,9 +51,11 @@ class ServerConfig:
             raise ConfigError(f"port={self.port} must be in [0, 65535]")
         if self.max_body_size < 1:
             raise ConfigError(f"max_body_size={self.max_body_size} must be at least 1 byte")
-        for name in ("grace", "body_timeout"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds >= 0")
+        if not 0 <= self.grace < 1e9:
+            raise ConfigError(f"grace={self.grace} must be a number of seconds >= 0")
+        for name in ("header_timeout", "body_timeout"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds > 0")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ConfigError("api_key must be printable ASCII and not empty")
         if not all(self.served_model_names):

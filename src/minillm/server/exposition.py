@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from minillm.core.errors import ConfigError
+from minillm.server.config import METRICS_PREFIXES
 from minillm.server.metrics import FINISHED_REASONS, ONE_TWO_FIVE, EngineMetrics, Histogram, Sums
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from minillm.core.stats import SchedulerStats
     from minillm.engine.runtime import Runtime
 
-PREFIXES = ("vllm", "minillm")
 OWN = "minillm:"
 WAIT_KINDS = ("blocks", "slots", "budget", "drain", "batch")
+CLIENT_GONE = 499
+"""Status label of a call whose client hung up before it was answered (nginx's number): nobody's failure here."""
 HTTP_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 Reading = Callable[["SchedulerStats", Sums, int], float]
@@ -149,8 +151,8 @@ class EngineCollector(Collector):
 
     def __init__(self, runtime: Runtime, metrics: EngineMetrics, model_name: str, prefix: str = "vllm") -> None:
         """`metrics` is the runtime's observer. Raises :class:`ConfigError` for an unknown prefix."""
-        if prefix.removesuffix(":") not in PREFIXES:
-            raise ConfigError(f"metrics_prefix={prefix!r} must be one of {', '.join(PREFIXES)}")
+        if prefix.removesuffix(":") not in METRICS_PREFIXES:
+            raise ConfigError(f"metrics_prefix={prefix!r} must be one of {', '.join(METRICS_PREFIXES)}")
         self._runtime = runtime
         self._metrics = metrics
         self._prefix = prefix.removesuffix(":") + ":"
@@ -285,7 +287,7 @@ class HttpMetrics:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        status = CLIENT_GONE
         begin = asyncio.get_running_loop().time()
 
         async def counted(message: Message) -> None:
@@ -296,6 +298,9 @@ class HttpMetrics:
 
         try:
             await self._app(scope, receive, counted)
+        except Exception:
+            status = 500
+            raise
         finally:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             handler = getattr(scope.get("route"), "path", "none")

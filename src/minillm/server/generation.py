@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from minillm.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
+from minillm.core.errors import DuplicateRequestError, EngineDeadError, InvalidParameterError, PromptTooLongError
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.engine_thread import Ticket
 from minillm.engine.outputs import RequestOutput, TokenEvent
@@ -31,10 +32,13 @@ from minillm.server.intake import ReadBody, ReadPrompt
 from minillm.server.protocol import GenerationRequest
 from minillm.server.state import ServerState
 
-MAX_ATTACHED_ON_LOOP = 8
+MAX_BODY_ON_LOOP = 8 << 10
+MAX_PROMPTS_ON_LOOP = 8
+MAX_PROMPT_TOKENS_ON_LOOP = 4000
 MAX_ENTRIES_ON_LOOP = 2000
-"""Prompts to submit, and tokens with their alternatives to write out, that are done at once on the event loop; more
-goes to a thread."""
+"""What is done at once on the event loop; more goes to a thread. Bytes of a body whose parameters are checked (schemas
+of tools are walked through), prompts to submit, their tokens (hashed for the prefix cache), and tokens with their
+alternatives to write out, echoed prompts included."""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,16 @@ class Call:
         """The call's prompts; each is one request of the engine."""
         return self.read.prompts
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def is_heavy(self, num_tokens: int) -> bool:
+        """Whether to write out an answer of so many tokens takes long: log-probabilities are many small objects."""
+        shown = self.num_prompt_tokens if getattr(self.request, "echo", False) else 0
+        return (num_tokens + shown) * (1 + (self.params.logprobs or 0)) > MAX_ENTRIES_ON_LOOP
+
 
 class ChunkWriter(Protocol):
     """Makes a call's stream out of events. `index` is the number of the prompt."""
@@ -65,37 +79,34 @@ class ChunkWriter(Protocol):
         """Append the frames of these events."""
 
 
-class Endpoint:
+class Endpoint(ABC):
     """An ASGI application for one kind of generation; subclasses say what is theirs."""
 
     prefix: str
     """First part of the answer's id."""
     kind: str
     """What the intake reads the body as."""
+    chunk_kind: str
+    """The `object` of a stream's chunks."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
 
+    @abstractmethod
     def params(self, request: Any, defaults: SamplingParams) -> SamplingParams:
         """Sampling parameters of a call, `max_tokens` None where the call does not say. Raises a RequestError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def default_max_tokens(self, room: int) -> int:
         """Tokens to generate where neither the call nor the model says, `room` being what the context has left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, call: Call, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of a whole answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def writer(self, call: Call, frame: sse.ChunkFrame) -> ChunkWriter:
         """The writer of a stream."""
-        raise NotImplementedError
-
-    @property
-    def chunk_kind(self) -> str:
-        """The `object` of a stream's chunks."""
-        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call. Whatever goes wrong becomes an error object; a client that has gone gets nothing."""
@@ -107,6 +118,8 @@ class Endpoint:
             return
         except Exception as error:
             failure = as_api_error(error, self.state.retry_after())
+            if self.state.draining and isinstance(error, EngineDeadError):
+                failure = draining()  # it did not die: it was closed
             if exchange.started:
                 await exchange.write(failure.frame() + sse.DONE, more=False)
             else:
@@ -121,11 +134,13 @@ class Endpoint:
         collector = Collector()
         async with exchange.watch_hang_up(collector):
             read = await state.intake.read(self.kind, body, lambda: not collector.hung_up)
+            is_large = len(body) > MAX_BODY_ON_LOOP
             del body
             if collector.hung_up:
                 raise ClientGone
             state.check_open()
-            call = self._call(exchange, read)
+            make = partial(self._call, exchange, read)
+            call = await asyncio.to_thread(make) if is_large else make()
             sinks, tickets = await self._attach(exchange, call, collector)
             try:
                 if call.request.stream:
@@ -152,18 +167,19 @@ class Endpoint:
     ) -> tuple[list[StreamSink], list[Ticket]]:
         """Queue the call's requests. A live request of the same id gives this one another."""
         self._check_number(call)
-        mailbox = self.state.mailbox
+        runtime, mailbox = self.state.runtime, self.state.mailbox
         streams = bool(call.request.stream)
         sinks = [StreamSink(mailbox, collector, index, streams) for index in range(len(call.prompts))]
         timeout = self._timeout(exchange, call.request)
         while True:
             arguments = [self._arguments(call, index, timeout) for index in range(len(call.prompts))]
-            requests = list(zip(arguments, sinks, strict=True))
+            attach = partial(runtime.attach, list(zip(arguments, sinks, strict=True)))
             try:
-                if call.params.structured_outputs is None and len(requests) <= MAX_ATTACHED_ON_LOOP:
-                    return sinks, self.state.runtime.attach(requests)
-                # A grammar is compiled there, which may take a while, and so may a long list.
-                return sinks, await asyncio.to_thread(self.state.runtime.attach, requests)
+                if not runtime.submits_at_once(call.params):
+                    return sinks, await self.state.intake.compile(attach, lambda: not collector.hung_up)
+                if len(arguments) > MAX_PROMPTS_ON_LOOP or call.num_prompt_tokens > MAX_PROMPT_TOKENS_ON_LOOP:
+                    return sinks, await asyncio.to_thread(attach)
+                return sinks, attach()
             except DuplicateRequestError:
                 call.id = f"{call.id}-{uuid.uuid4().hex[:8]}"
 
@@ -222,10 +238,8 @@ class Endpoint:
                     outputs[index] = item
         ordered = [outputs[index] for index in range(len(call.prompts))]
         tokens = sum(len(choice.token_ids) for output in ordered for choice in output.outputs)
-        # Log-probabilities of a long answer are many small objects.
-        heavy = tokens * (1 + (call.params.logprobs or 0)) > MAX_ENTRIES_ON_LOOP
         build = partial(self._encoded, call, ordered)
-        await exchange.answer_json(await asyncio.to_thread(build) if heavy else build())
+        await exchange.answer_json(await asyncio.to_thread(build) if call.is_heavy(tokens) else build())
 
     def _encoded(self, call: Call, outputs: Sequence[RequestOutput]) -> bytes:
         return sse.encode(self.answer(call, outputs))
@@ -233,6 +247,7 @@ class Endpoint:
     async def _stream(self, exchange: Exchange, call: Call, collector: Collector, sinks: Sequence[StreamSink]) -> None:
         frame = sse.ChunkFrame(call.id, self.chunk_kind, call.created, call.model, call.request.wants_usage)
         writer = self.writer(call, frame)
+        has_long_echo = call.is_heavy(0)
         outputs: list[RequestOutput] = []
         while len(outputs) < len(call.prompts):
             frames: list[bytes] = []
@@ -243,6 +258,8 @@ class Endpoint:
                 elif isinstance(item, RequestOutput):
                     outputs.append(item)
                     failure = failure or self._end_error(item)
+                elif has_long_echo:
+                    await asyncio.to_thread(writer.on_events, index, item, sinks[index], frames)
                 else:
                     writer.on_events(index, item, sinks[index], frames)
             if failure is not None and not (exchange.started or frames):

@@ -1,4 +1,4 @@
-"""From a body's bytes to a checked request with token ids: parsing, the chat template, tokenising.
+"""From a body's bytes to a checked request with token ids: parsing, the chat template, tokenising, compiling forms.
 
 All of it is CPU work that grows with the body, so none of it runs on the event loop. Small bodies are read in threads.
 A large one would hold Python's global lock there for as long as one regular expression or one copy of it takes, up to
@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,10 +32,14 @@ from minillm.server.protocol import (
 from minillm.server.tools import plan_tools
 
 NUM_THREADS = 2
+NUM_COMPILERS = 2
+MAX_COMPILING = 64
+"""Calls that may wait for the form of their output to be compiled; one takes up to some seconds."""
 LARGE_BODY = 64 << 10
 """Bytes from which a body is read in another process."""
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,8 @@ class Intake:
     def __init__(self, tools: TextTools) -> None:
         self.tools = tools
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="minillm-intake")
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="minillm-compile")
+        self._num_compiling = 0
         self._processes = IntakeProcesses(tools) if Path(tools.tokenizer.source).exists() else None
 
     async def read(self, kind: str, body: bytes, is_wanted: Callable[[], bool]) -> Any:
@@ -212,19 +219,34 @@ class Intake:
             result = await self._processes.read(kind, body, is_wanted)
             return msgspec.msgpack.decode(result, type=RESULT_TYPES[kind])
 
-        def run() -> Any:
+        return await self._run(self._threads, partial(READERS[kind], body, self.tools), is_wanted)
+
+    async def compile(self, work: Callable[[], T], is_wanted: Callable[[], bool]) -> T:
+        """Work that compiles a form of an output first: in threads of its own, since a few forms made for the purpose
+        could hold up everything else that runs in threads. Raises a 429 when too many wait."""
+        if self._num_compiling >= MAX_COMPILING:
+            message = (
+                f"{self._num_compiling} calls wait until the form of their output is compiled; no more are taken now"
+            )
+            raise ApiError(429, message, code="queue_full", headers={"retry-after": "5"})
+        self._num_compiling += 1
+        try:
+            return await self._run(self._compilers, work, is_wanted)
+        finally:
+            self._num_compiling -= 1
+
+    @staticmethod
+    async def _run(pool: ThreadPoolExecutor, work: Callable[[], T], is_wanted: Callable[[], bool]) -> T:
+        def run() -> T:
             if not is_wanted():
                 raise ClientGone
-            return READERS[kind](body, self.tools)
+            return work()
 
-        return await self.run(run)
-
-    async def run(self, function: Callable[[], Any]) -> Any:
-        """Other work of a call that does not belong on the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        return await asyncio.get_running_loop().run_in_executor(pool, run)
 
     async def close(self) -> None:
         """Wait for nothing; drop what has not begun."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._processes is not None:
             await self._processes.close()

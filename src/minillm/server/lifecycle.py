@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -19,24 +20,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minillm.core.errors import ConfigError
 from minillm.server.config import ServerConfig
-from minillm.server.errors import ApiError
+from minillm.server.http_protocol import BoundedHttpProtocol
 from minillm.server.state import ServerState
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from uvicorn._types import ASGI3Application
 
 logger = logging.getLogger("minillm.server")
 
-MAX_HEADER_BYTES = 64 << 10
+KEEP_ALIVE = 75
+"""Seconds that a connection is kept without a request. Longer than clients keep theirs (httpx 5, aiohttp 15): where
+both end one at the same time, a request that is just going out fails."""
 POLL_INTERVAL = 0.05
 BACKLOG = 2048
 ANSWER_TIME = 0.4
@@ -44,78 +46,6 @@ ANSWER_TIME = 0.4
 SWITCH_INTERVAL = 0.001
 """Seconds after which a thread that computes gives the interpreter to one that waits for it: the engine and the event
 loop share it, and Python's default of 5 ms is half a decode step."""
-
-
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the size of headers, errors as JSON, and an end for pipelined requests too:
-    of those uvicorn would tell only the last one that the client has gone."""
-
-    _header_bytes = 0
-    _in_headers = True
-    _running: RequestResponseCycle | None = None
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """The next request in line is served."""
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone, or was told to."""
-        self._abandon()
-        super().connection_lost(exc)
-
-    def _abandon(self) -> None:
-        """Nobody reads what handlers still write."""
-        for cycle in (self._running, self.cycle):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._in_headers, self._header_bytes = True, 0
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; trailers, which nobody reads and nothing bounds, are dropped."""
-        if self._in_headers:
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """Its headers are over."""
-        self._in_headers = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        """Parse; give up on headers that do not end."""
-        super().data_received(data)
-        if self._in_headers and not self.transport.is_closing():
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self._refuse(ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes", code="headers_too_large"))
-
-    def send_400_response(self, msg: str) -> None:
-        """What is not HTTP gets an error object too."""
-        self._refuse(ApiError(400, msg, code="invalid_http"))
-
-    def _refuse(self, error: ApiError) -> None:
-        """Answer and close. A whole request before has its answer first, and then the connection ends without this."""
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            if not cycle.more_body:
-                cycle.keep_alive = False
-                return
-            self._abandon()  # the error is in its body, for which its handler waits
-            if cycle.response_started or self.pipeline:
-                self.transport.close()
-                return
-        body = error.body()
-        head = (
-            f"HTTP/1.1 {error.status} {'Bad Request' if error.status == 400 else 'Request Header Fields Too Large'}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -172,35 +102,40 @@ class Server(uvicorn.Server):
         end = time.monotonic() + self._state.config.grace
         while self._state.num_calls and self._num_signals < 2 and time.monotonic() < end:
             await asyncio.sleep(POLL_INTERVAL)
-        # Told off the loop: it waits for the step that runs. The cancelled calls' ends come back through the loop.
-        await asyncio.to_thread(self._state.runtime.close, 0.0, ANSWER_TIME)
-        end = time.monotonic() + ANSWER_TIME
-        while self._state.num_calls and time.monotonic() < end:
-            await asyncio.sleep(POLL_INTERVAL)
+        try:
+            # Told off the loop: it waits for the step that runs. The cancelled calls' ends come back through the loop.
+            await asyncio.to_thread(self._state.runtime.close, 0.0, ANSWER_TIME)
+            end = time.monotonic() + ANSWER_TIME
+            while self._state.num_calls and time.monotonic() < end:
+                await asyncio.sleep(POLL_INTERVAL)
+        except Exception:
+            logger.exception("the runtime could not be closed; leaving all the same")
         self.should_exit = True
 
 
 def make_server(app: FastAPI, on_ready: Callable[[], None] | None = None) -> Server:
     """A server for an application of :func:`minillm.server.app.create_app`."""
+    state: ServerState = app.state.server
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=BoundedHttpProtocol,
+        http=partial(BoundedHttpProtocol, header_timeout=state.config.header_timeout),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,
+        timeout_keep_alive=KEEP_ALIVE,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    return Server(config, app.state.server, on_ready)
+    return Server(config, state, on_ready)
 
 
 def listen(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises :class:`ConfigError` where the address cannot be used."""
     try:
         if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+            _remove_dead_socket(Path(config.uds))
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(config.uds)
             listener.listen(BACKLOG)
@@ -210,6 +145,19 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         where = f"uds={config.uds!r}" if config.uds is not None else f"host={config.host!r}, port={config.port}"
         raise ConfigError(f"{where} cannot be listened on: {error.strerror or error}") from None
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Make place where a server has left its socket; one that is in use, or another file, is not ours to remove."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def address(listener: socket.socket) -> str:

@@ -74,12 +74,24 @@ class ToolFormat:
     closer: str = ""
     bare: bool = False
     separators: str = ""
+    arguments_key: str = "arguments"
+    """How templates of the family name a call's arguments; both names are read."""
+
+    @property
+    def tags(self) -> tuple[str, str] | None:
+        """The tags around each call; None where calls have none."""
+        return (self.openers[0], self.closer) if self.closer else None
+
+    @property
+    def prefix(self) -> str:
+        """The opener of calls that stand without tags otherwise."""
+        return self.openers[-1] if self.bare else ""
 
 
 HERMES = ToolFormat(("<tool_call>",), "</tool_call>")
 """Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around it."""
 
-LLAMA3 = ToolFormat(("<|python_tag|>",), bare=True, separators=";,")
+LLAMA3 = ToolFormat(("<|python_tag|>",), bare=True, separators=";,", arguments_key="parameters")
 """Llama 3: ``{"name": ..., "parameters": {...}}``, maybe behind ``<|python_tag|>``; several with `;` between."""
 
 EITHER = ToolFormat(("<tool_call>", "<|python_tag|>"), "</tool_call>", bare=True, separators=";,")

@@ -3,7 +3,7 @@
 | `tool_choice` | the output | calls |
 |---|---|---|
 | `none` | free | none; the model is not told of the tools |
-| `auto` | free | as the model writes them (:mod:`minillm.server.tool_parsers`) |
+| `auto` | free; with `response_format` of that form, or calls | as the model writes them (`tool_parsers.py`) |
 | `required` | a JSON array of calls, by a grammar | each object of the array |
 | a function | the JSON of its arguments, by a grammar | one |
 | `allowed_tools` | as its mode, `auto` or `required` | of those tools only |
@@ -18,12 +18,12 @@ from typing import Any
 
 from minillm.core.errors import InvalidParameterError
 from minillm.core.sampling_params import SamplingParams
-from minillm.core.structured_outputs import StructuredOutputs
-from minillm.server.tool_parsers import ARRAY, NamedCallParser, ToolCallParser, format_of
+from minillm.core.structured_outputs import StructuredOutputs, ToolCalls
+from minillm.server.tool_parsers import ARRAY, NamedCallParser, ToolCallParser, ToolFormat
 
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 16
-"""Most calls that `required` can bring: models of little skill would go on until their tokens are spent."""
+MAX_CALLS = 16
+"""Most calls under a grammar: models of little skill would go on until their tokens are spent."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -47,32 +47,55 @@ class ToolPlan:
         """Names of the tools that may be called."""
         return [tool["function"]["name"] for tool in self.tools]
 
-    def apply(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the form that the tools ask for.
+    def apply(self, params: SamplingParams, form: ToolFormat) -> SamplingParams:
+        """The parameters with what the tools ask of the output. `form` is how the model writes calls.
 
-        Raises :class:`InvalidParameterError` if a call is forced and another form is asked for as well. With `auto`
-        another form holds, and no call can be written.
+        Raises :class:`InvalidParameterError` if a call is forced and another form is asked for as well. With `auto` the
+        output is of that form, or calls.
         """
-        if self.mode == "auto":
-            # The tags of calls are special tokens in some vocabularies.
-            return replace(params, skip_special_tokens=False)
         if self.mode == "none":
             return params
-        if params.structured_outputs is not None:
+        asked = params.structured_outputs
+        if self.mode == "auto":
+            if asked is not None:
+                asked = replace(asked, or_calls=self._calls(form))
+            # The tags of calls are special tokens in some vocabularies.
+            return replace(params, skip_special_tokens=False, structured_outputs=asked)
+        if asked is not None:
             rule = "a forced call and response_format or structured_outputs exclude each other"
             raise InvalidParameterError("tool_choice", self.mode, rule)
         return replace(params, structured_outputs=self._form())
 
+    @property
+    def _is_strict(self) -> bool:
+        return all(tool["function"].get("strict") for tool in self.tools)
+
+    @property
+    def _max_calls(self) -> int:
+        return MAX_CALLS if self.parallel else 1
+
     def _form(self) -> StructuredOutputs:
-        strict = all(tool["function"].get("strict") for tool in self.tools)
         if self.mode == "named":
             schema = _parameters(self.tools[0])
         else:
-            schema = _array_of_calls(self.tools, MAX_FORCED_CALLS if self.parallel else 1)
-        return StructuredOutputs(json=schema, ignore_unsupported=not strict)
+            call = _call(self.tools, "parameters")
+            definitions = call.pop("$defs")
+            schema = {"type": "array", "minItems": 1, "maxItems": self._max_calls, "items": call, "$defs": definitions}
+        return StructuredOutputs(json=schema, ignore_unsupported=not self._is_strict)
 
-    def parser(self, template: str | None, stream: bool) -> ToolCallParser | NamedCallParser | None:
-        """Reads the text of one choice; None where no calls are looked for. `template` is the chat template's text."""
+    def _calls(self, form: ToolFormat) -> ToolCalls:
+        return ToolCalls(
+            schema=_call(self.tools, form.arguments_key),
+            tags=form.tags,
+            bare=form.bare,
+            prefix=form.prefix,
+            separators=form.separators,
+            max_calls=self._max_calls,
+            ignore_unsupported=not self._is_strict,
+        )
+
+    def parser(self, form: ToolFormat, stream: bool) -> ToolCallParser | NamedCallParser | None:
+        """Reads the text of one choice; None where no calls are looked for. `form` is how the model writes calls."""
         if self.mode == "none":
             return None
         if self.mode == "named":
@@ -80,7 +103,7 @@ class ToolPlan:
         limit = None if self.parallel else 1
         if self.mode == "required":
             return ToolCallParser(ARRAY, self.names, max_calls=limit, with_content=False)
-        return ToolCallParser(format_of(template), self.names, incremental=stream, max_calls=limit)
+        return ToolCallParser(form, self.names, incremental=stream, max_calls=limit)
 
 
 def plan_tools(tools: object, tool_choice: object = None, parallel_tool_calls: object = None) -> ToolPlan | None:
@@ -180,8 +203,8 @@ def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     return dict(parameters) if {"type", "$ref", "anyOf"} & parameters.keys() else {"type": "object", **parameters}
 
 
-def _array_of_calls(tools: Sequence[Mapping[str, Any]], max_calls: int) -> dict[str, Any]:
-    """One or more calls of any of the tools, each `name` first: so it can be announced before its arguments come.
+def _call(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> dict[str, Any]:
+    """A call of any of the tools, its `name` first: so it can be announced before its arguments come.
 
     Each tool's schema becomes a definition of its own, and its references are turned there.
     """
@@ -189,14 +212,13 @@ def _array_of_calls(tools: Sequence[Mapping[str, Any]], max_calls: int) -> dict[
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["function"]["name"]}, "parameters": {"$ref": f"#/$defs/tool{i}"}},
-            "required": ["name", "parameters"],
+            "properties": {"name": {"const": tool["function"]["name"]}, arguments_key: {"$ref": f"#/$defs/tool{i}"}},
+            "required": ["name", arguments_key],
             "additionalProperties": False,
         }
         for i, tool in enumerate(tools)
     ]
-    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {"type": "array", "minItems": 1, "maxItems": max_calls, "items": items, "$defs": definitions}
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
 
 
 def _relocated(schema: Any, root: str) -> Any:

@@ -74,14 +74,14 @@ paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, co
 
     for (int first = 0; first < num_seqs; first += kPlanThreads) {
         const int s = first + threadIdx.x;
-        const int len = s < num_seqs ? seq_lens[s] : 0;
+        const int given = s < num_seqs ? seq_lens[s] : -1, len = max(given, 0);
         const int seen = window > 0 ? min(len, window) : len;
         const int top = __reduce_max_sync(kFullWarp, seen), sum = __reduce_add_sync(kFullWarp, seen);
         if (lane == 0) atomicMax(&longest, top), atomicAdd(&tokens, (unsigned long long)sum);
 #pragma unroll
         for (int k = 0; k < kSizes; ++k) {
             const Span span = item_span(len, window, kMinItemShift + k);
-            const int count = s < num_seqs ? span.end - span.begin : 0;
+            const int count = given >= 0 ? span.end - span.begin : 0;
             const int all = __reduce_add_sync(kFullWarp, count);
             const int several = __reduce_add_sync(kFullWarp, count > 1 ? count : 0);
             if (lane == k) atomicAdd(&entries_of[k], all), atomicAdd(&slots_of[k], several);
@@ -107,9 +107,9 @@ paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, co
     int entries_before = 0, slots_before = 0;
     for (int first = 0; first < num_seqs; first += kPlanThreads) {
         const int s = first + threadIdx.x;
-        const int len = s < num_seqs ? seq_lens[s] : 0;
+        const int given = s < num_seqs ? seq_lens[s] : -1, len = max(given, 0);
         const Span span = item_span(len, window, shift);
-        const int count = s < num_seqs ? span.end - span.begin : 0;
+        const int count = given >= 0 ? span.end - span.begin : 0;
         int entries, several;
         const int entry = entries_before + block_scan(count, scratch, entries);
         const int slot = slots_before + block_scan(count > 1 ? count : 0, scratch, several);

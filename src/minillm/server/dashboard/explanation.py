@@ -70,4 +70,4 @@ def _place(scheduler: BaseScheduler, request: Request) -> int | None:
     """How many requests are before it in the queue; None if it is not queued (or waits with its parent)."""
     if request.state not in QUEUED or request not in scheduler.waiting:
         return None
-    return scheduler.waiting.in_order().index(request)
+    return len(scheduler.waiting.ahead_of(request))

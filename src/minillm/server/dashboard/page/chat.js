@@ -54,7 +54,8 @@ function say(kind, text) {
 }
 
 async function chat(text) {
-  conversation.push({ role: 'user', content: text });
+  const asked = { role: 'user', content: text };
+  conversation.push(asked);
   say('user', text);
   const bubble = say('assistant', ''), log = $('chat-log');
   speaking = new AbortController();
@@ -95,8 +96,9 @@ async function chat(text) {
   } catch (error) {
     problem = error.name === 'AbortError' ? 'stopped' : error.message;
   }
-  if (answer) conversation.push({ role: 'assistant', content: answer });
-  else conversation.pop();
+  const isKept = conversation.includes(asked);  // it may have been cleared meanwhile
+  if (isKept && answer) conversation.push({ role: 'assistant', content: answer });
+  else if (isKept) conversation.pop();
   if (!answer) { bubble.textContent = problem || '(no text)'; bubble.classList.toggle('error', Boolean(problem)); }
   const meta = element('div', 'meta');
   const parts = [];
@@ -104,7 +106,7 @@ async function chat(text) {
   if (tokens > 1) parts.push(`${tokens} tokens, ${((tokens - 1) / ((performance.now() - first) / 1000)).toFixed(1)}/s`);
   if (answer && problem) parts.push(problem);
   meta.textContent = parts.join(' · ');
-  log.append(meta);
+  if (isKept) log.append(meta);
   log.scrollTop = log.scrollHeight;
   speaking = null;
   $('chat-send').hidden = false;
