@@ -556,3 +556,17 @@ class TestLoading:
             if isinstance(thread, LoaderThread):
                 thread.join(10)
         assert not [thread for thread in threading.enumerate() if isinstance(thread, LoaderThread)]
+
+
+def test_a_call_that_ends_the_engine_has_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = make_runtime()
+
+    def leave() -> bool:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(runtime._engine, "reset_prefix_cache", leave)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit):
+        pool.submit(runtime.reset_prefix_cache).result(WAIT)
+    eventually(lambda: not runtime.is_alive)
+    with pytest.raises(EngineDeadError):
+        runtime.submit("abc")

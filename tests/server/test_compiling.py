@@ -103,6 +103,7 @@ def test_the_end_waits_for_no_form_that_has_not_begun(slow: tuple[RunningServer,
         server.call_in_loop(server.server.stop)
         eventually(lambda: not server.runtime.is_alive)
         compiler.gate.set()
-        assert {call.result().status_code for call in calls} <= {503}
+        answers = [call.result() for call in calls]
+    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(503, "shutting_down")}
     server.join()
     assert len(compiler.begun) == intake.NUM_COMPILERS

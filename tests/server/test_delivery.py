@@ -12,6 +12,7 @@ from engine_fakes import ScriptedRunner, Valve, eventually, wait_idle
 from server_fakes import events_of, serving
 
 from minillm.engine.runtime import Runtime
+from minillm.server.completions import Completions
 from minillm.server.delivery import Collector, Mailbox, StreamSink
 from minillm.server.errors import ClientGone
 from minillm.server.logprobs import CompletionLogprobs
@@ -81,8 +82,8 @@ def threads_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, set[b
     """Makes a call; for each kind of long work, whether it was done on the event loop."""
 
     def call(**fields: object) -> dict[str, set[bool]]:
-        seen: dict[str, set[bool]] = {"submit": set(), "write": set()}
-        attach, build = Runtime.attach, CompletionLogprobs.build
+        seen: dict[str, set[bool]] = {"check": set(), "submit": set(), "write": set()}
+        params, attach, build = Completions.params, Runtime.attach, CompletionLogprobs.build
 
         def noted(kind: str, function: Callable[..., object]) -> Callable[..., object]:
             def run(*arguments: object) -> object:
@@ -92,6 +93,7 @@ def threads_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, set[b
             return run
 
         with monkeypatch.context() as patch, serving(num_blocks=1024, block_size=16, max_model_len=8192) as server:
+            patch.setattr(Completions, "params", noted("check", params))
             patch.setattr(Runtime, "attach", noted("submit", attach))
             patch.setattr(CompletionLogprobs, "build", noted("write", build))
             answer = server.http.post("/v1/completions", json={"max_tokens": 2, **fields})
@@ -102,9 +104,12 @@ def threads_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, set[b
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_long_prompts_are_hashed_and_echoed_off_the_event_loop(threads_of, stream: bool) -> None:
-    fields = {"echo": True, "logprobs": 1, "stream": stream}
-    assert threads_of(prompt="a" * 100, **fields) == {"submit": {True}, "write": {True}}
-    assert threads_of(prompt="a" * 1500, **fields) == {"submit": {True}, "write": {False}}
-    assert threads_of(prompt="a" * 5000, **fields) == {"submit": {False}, "write": {False}}
-    assert threads_of(prompt=["a" * 600] * 8, logprobs=1, stream=stream) == {"submit": {False}, "write": {True}}
+def test_long_work_is_done_off_the_event_loop(threads_of, stream: bool) -> None:
+    fields = {"logprobs": 1, "stream": stream}
+    on, off = {True}, {False}
+    echo = {**fields, "echo": True}
+    assert threads_of(prompt="a" * 100, **echo) == {"check": on, "submit": on, "write": on}
+    assert threads_of(prompt="a" * 1500, **echo) == {"check": on, "submit": on, "write": off}
+    assert threads_of(prompt="a" * 5000, **echo) == {"check": on, "submit": off, "write": off}
+    assert threads_of(prompt=["a" * 600] * 8, **fields) == {"check": on, "submit": off, "write": on}
+    assert threads_of(prompt="a", metadata="x" * 9000, **fields) == {"check": off, "submit": on, "write": on}

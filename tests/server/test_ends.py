@@ -184,7 +184,9 @@ def test_shutdown_without_grace_tells_every_call() -> None:
         server.join()
 
 
-def test_a_runtime_that_cannot_be_closed_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_cannot_be_closed_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving() as server:
         server.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
 
@@ -195,3 +197,4 @@ def test_a_runtime_that_cannot_be_closed_does_not_keep_the_server(monkeypatch: p
             patch.setattr(server.runtime, "close", fail)
             server.call_in_loop(server.server.stop)
             server.join()
+    assert "out of order" in caplog.text

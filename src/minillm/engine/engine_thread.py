@@ -324,8 +324,10 @@ class EngineThread:
             case _Call(function, reply):
                 try:
                     reply.set_result(function())
-                except Exception as error:
-                    reply.set_exception(error)
+                except BaseException as error:
+                    reply.set_exception(error)  # first: whoever called waits for it, also where the engine ends by it
+                    if not isinstance(error, Exception):
+                        raise
             case _Close(deadline):
                 self._close_at = deadline if self._close_at is None else min(self._close_at, deadline)
                 with self._lock:

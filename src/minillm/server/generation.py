@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from minillm.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
+from minillm.core.errors import DuplicateRequestError, EngineDeadError, InvalidParameterError, PromptTooLongError
 from minillm.core.sampling_params import SamplingParams
 from minillm.engine.engine_thread import Ticket
 from minillm.engine.outputs import RequestOutput, TokenEvent
@@ -32,11 +32,13 @@ from minillm.server.intake import ReadBody, ReadPrompt
 from minillm.server.protocol import GenerationRequest
 from minillm.server.state import ServerState
 
+MAX_BODY_ON_LOOP = 8 << 10
 MAX_PROMPTS_ON_LOOP = 8
 MAX_PROMPT_TOKENS_ON_LOOP = 4000
 MAX_ENTRIES_ON_LOOP = 2000
-"""Prompts to submit, their tokens (hashed for the prefix cache), and tokens with their alternatives
-to write out, echoed prompts included, that are done at once on the event loop; more goes to a thread."""
+"""What is done at once on the event loop; more goes to a thread. Bytes of a body whose parameters are checked (schemas
+of tools are walked through), prompts to submit, their tokens (hashed for the prefix cache), and tokens with their
+alternatives to write out, echoed prompts included."""
 
 
 @dataclass(slots=True)
@@ -116,6 +118,8 @@ class Endpoint(ABC):
             return
         except Exception as error:
             failure = as_api_error(error, self.state.retry_after())
+            if self.state.draining and isinstance(error, EngineDeadError):
+                failure = draining()  # it did not die: it was closed
             if exchange.started:
                 await exchange.write(failure.frame() + sse.DONE, more=False)
             else:
@@ -130,11 +134,13 @@ class Endpoint(ABC):
         collector = Collector()
         async with exchange.watch_hang_up(collector):
             read = await state.intake.read(self.kind, body, lambda: not collector.hung_up)
+            is_large = len(body) > MAX_BODY_ON_LOOP
             del body
             if collector.hung_up:
                 raise ClientGone
             state.check_open()
-            call = self._call(exchange, read)
+            make = partial(self._call, exchange, read)
+            call = await asyncio.to_thread(make) if is_large else make()
             sinks, tickets = await self._attach(exchange, call, collector)
             try:
                 if call.request.stream:

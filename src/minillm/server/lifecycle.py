@@ -108,8 +108,9 @@ class Server(uvicorn.Server):
             end = time.monotonic() + ANSWER_TIME
             while self._state.num_calls and time.monotonic() < end:
                 await asyncio.sleep(POLL_INTERVAL)
-        finally:
-            self.should_exit = True
+        except Exception:
+            logger.exception("the runtime could not be closed; leaving all the same")
+        self.should_exit = True
 
 
 def make_server(app: FastAPI, on_ready: Callable[[], None] | None = None) -> Server:
