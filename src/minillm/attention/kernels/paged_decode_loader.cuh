@@ -64,7 +64,9 @@ struct Schedule {
 
     __device__ __forceinline__ bool dynamic() const { return total > kAhead * int(gridDim.x); }
     __device__ __forceinline__ int number(int k) const {
-        return k < kAhead || !dynamic() ? blockIdx.x + k * gridDim.x : ring[k % kRing];
+        if (k >= kAhead && dynamic()) return ring[k % kRing];
+        // Items become shorter: who had the longest one of a round gets the shortest of the next.
+        return k * gridDim.x + (k % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     }
 };
 
