@@ -73,8 +73,8 @@ add_rms_norm(T* out, float* residual, const T* x, const float* __restrict__ weig
             if (first + n * step < hidden) load_floats<T>(weight + first + n * step, w[n]);
         }
     }
-    wait_for_previous_grid();
     let_next_grid_start();
+    wait_for_previous_grid();
 
     float* const residual_row = residual + token * hidden;
     const T* const x_row = x + token * x_stride;
@@ -124,8 +124,8 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 silu_and_mul(T* out, const T* gate_up, const float* squares, i64 num_tokens, i64 gate_up_stride, int inner,
              int squares_stride, int hidden, float eps) {
-    wait_for_previous_grid();
     let_next_grid_start();
+    wait_for_previous_grid();
     const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kPer16B<T>;
     for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
         const T* const row = gate_up + token * gate_up_stride + at;

@@ -68,8 +68,8 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
             weights[1][i].load(k_weight + i * half + dim);
         }
     }
-    wait_for_previous_grid();
     let_next_grid_start();
+    wait_for_previous_grid();
 
     // All loads before the first use: each is a trip to L2.
     const i64 token = blockIdx.x;
