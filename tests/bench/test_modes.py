@@ -80,3 +80,9 @@ def test_all_modes_make_all_tokens_and_the_tables_say_so(tmp_path):
     ((title, (columns, lines)),) = modes.tables(saved).items()
     assert "bound" in title and len(lines) == 6 and all(len(line) == len(columns) for line in lines)
     assert {verdict.met for verdict in modes.verdicts(saved)} <= {True, False}
+
+
+def test_the_default_dtype_has_steps_that_cost_the_same(monkeypatch) -> None:
+    for packs, dtype in ((True, "bfloat16"), (False, "auto")):
+        monkeypatch.setattr("minillm.models.linear.cpu_packs_bfloat16", lambda packs=packs: packs)
+        assert modes.default_dtype("cpu") == dtype and modes.default_dtype("cuda") == "auto"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from minillm.bench import common, never_fits, stress, stress_report
+from minillm.bench import common, never_fits, pulse, stress, stress_report
 from minillm.bench import stress_analysis as analysis
+from minillm.bench.runs import drive, open_target
 from minillm.bench.stress import BASE, SWITCHED, Options, Setting
+from minillm.bench.workloads import fixed
 from minillm.core.errors import ConfigError
 from minillm.core.policies import QUEUE_POLICIES, VICTIM_POLICIES
 from minillm.core.policy_file import load_policy_file
@@ -129,6 +132,30 @@ def test_a_machine_that_changes_its_speed_is_taken_out_by_the_probe():
     assert [row["seconds"] for row in analysis.steadied(without)] == [repr(float(row["seconds"])) for row in disturbed]
     assert stress_report.probe_text(disturbed).startswith("A probe, one small run")
     assert stress_report.probe_text(without) == ""
+
+
+def test_pulses_within_a_run_are_no_part_of_its_time():
+    ticks = itertools.count()
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    options = {"max_num_seqs": 2, "max_model_len": 64, "num_gpu_blocks_override": 8, "block_size": 16}
+    with (
+        open_target("random:tiny", device="cpu", **options) as target,
+        open_target("random:tiny", device="cpu", **options) as probe,
+    ):
+        target.engine.clock = probe.engine.clock = clock
+        load = fixed(2, 16, 40)
+        alone = drive(target, load)
+        beat = pulse.Pulse(probe)
+        beat.attach(target)
+        beat.begin()
+        watched = drive(target, load, after_step=beat)
+    beats = len(watched.steps) // pulse.EVERY
+    assert watched.outputs == alone.outputs and beats == 3
+    assert watched.seconds == alone.seconds + beats  # each reads the clock once more
+    assert beat.seconds > 0 and len(beat._times) == beats + 1
 
 
 def test_rows_without_all_combinations_have_no_attribution():

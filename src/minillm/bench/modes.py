@@ -80,6 +80,19 @@ class Options:
             raise ConfigError(f"lengths={unknown[0]!r} must be one of {', '.join(LENGTHS)}")
 
 
+def default_dtype(device: str) -> str:
+    """`auto`, but on a CPU that multiplies bfloat16 that alone.
+
+    A bound in steps is one in time where a step costs the same whatever its batch. The codes that `auto` adds on a CPU
+    make steps of a few rows quicker than others, and plain float32 products grow with every row.
+    """
+    if device != "cpu":
+        return "auto"
+    from minillm.models.linear import cpu_packs_bfloat16
+
+    return "bfloat16" if cpu_packs_bfloat16() else "auto"
+
+
 def make_workload(kind: str, requests: int, prompt: int, mean_output: int, seed: int = 0) -> Workload:
     """Equal prompts, and outputs of one length, spread evenly from 1 to twice the mean, or lognormal.
 

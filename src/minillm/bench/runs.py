@@ -179,19 +179,21 @@ def drive(
     temperature: float = 0.0,
     keep_cache: bool = False,
     progress: Progress | None = None,
+    after_step: Callable[[], None] | None = None,
 ) -> RunResult:
     """Run a workload to its end and return what was recorded.
 
     Open loop (`concurrency` None): requests come at their arrival times, whatever the engine manages. Closed loop:
     so many are live at a time, arrival times are ignored, and a request is due when a place is free. The prefix cache
     starts empty unless `keep_cache`. With the workload in place, nothing is made in the timed part but the prompts of
-    later turns (and, in virtual time, all prompts: time stands still for them).
+    later turns (and, in virtual time, all prompts: time stands still for them). `after_step` is called after every
+    step; what it takes is part of the run unless the engine's clock leaves it out.
 
     Raises :class:`FailedRunError` if a request ended in any way but with its tokens: such a run has no figures.
     """
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"concurrency={concurrency} must be at least 1, or None for an open loop")
-    return _Drive(target, workload, concurrency, temperature, keep_cache, progress).run()
+    return _Drive(target, workload, concurrency, temperature, keep_cache, progress, after_step).run()
 
 
 def warm_up(target: Target, requests: int = 4, prompt: int = 32, output: int = 8) -> RunResult:
@@ -212,12 +214,14 @@ class _Drive:
         temperature: float,
         keep_cache: bool,
         progress: Progress | None,
+        after_step: Callable[[], None] | None,
     ) -> None:
         self.target = target
         self.workload = workload
         self.concurrency = concurrency
         self.temperature = temperature
         self.progress = progress
+        self.after_step = after_step
         self.engine = target.engine
         self.scheduler = target.engine.scheduler
         if self.engine.has_work:
@@ -248,6 +252,8 @@ class _Drive:
             self._submit_due()
             if self.engine.has_work:
                 self._take_text(self.engine.step())
+                if self.after_step is not None:
+                    self.after_step()
             elif self.due:
                 target.wait_until(self.start + self.due[0][0])
             self._take_ended()

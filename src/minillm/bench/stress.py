@@ -4,7 +4,8 @@ Large (64 + 80 tokens) and small (8 + 10) requests share a pool that holds any o
 six are active, and the swap pool takes two. A *round* runs every setting once, on one random order of the same
 requests, and starts with another setting each time, so that a machine that changes its speed does so for all. Rounds
 are saved as they end, and a later call goes on where an earlier one stopped. A *probe*, always the same small run on
-the same engine, is timed before and after every run: it says how fast the machine was just then.
+an engine of its own, is timed every few steps of each run, whose clock stands still meanwhile: it says how fast the
+machine was during that run (:mod:`minillm.bench.pulse`).
 
 Settings differ in four things: in which order requests are admitted, whom memory pressure preempts, whether the victim
 is swapped out or recomputed, and how many may be active. `victims` compares the victim policies, both ways of
@@ -25,10 +26,11 @@ from typing import Any
 from minillm.bench import common
 from minillm.bench.attribution import coalitions
 from minillm.bench.models import open_model
+from minillm.bench.pulse import Pulse
 from minillm.bench.random_tokenizer import random_tokenizer
 from minillm.bench.recording import RunResult
 from minillm.bench.runs import Target, drive, open_target, warm_up
-from minillm.bench.workloads import Segment, Workload, WorkloadRequest, fixed
+from minillm.bench.workloads import Segment, Workload, WorkloadRequest
 from minillm.core.block_manager import blocks_for
 from minillm.core.errors import ConfigError
 from minillm.core.policies import VICTIM_POLICIES, get_queue_policy, get_victim_policy
@@ -45,8 +47,6 @@ BATCHED_TOKENS = 512
 FACTORS = ("admission", "victim", "preemption", "cap")
 DESIGNS = ("victims", "factorial", "all")
 CURVE_POINTS = 60
-PROBE = fixed(2, 16, 12, seed=2)
-"""What is timed between two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +206,22 @@ def _median_ttft(result: RunResult, label: str) -> float:
     return round(statistics.median(times), 6) if times else float("nan")
 
 
-def open_targets(options: Options) -> dict[Setting, Target]:
-    """One engine for each setting, all on the same weights, warmed up."""
+def open_targets(options: Options) -> tuple[dict[Setting, Target], Target]:
+    """One engine for each setting, and one for the probe, all on the same weights, warmed up."""
     from minillm.models.tokenizer import load_tokenizer
 
     model = open_model(options.model, options.dtype, options.device)
     random_weights = model.kind == "random"
     tokenizer = random_tokenizer(model.config.vocab_size) if random_weights else load_tokenizer(model.path)
-    targets = {}
-    for setting in settings(options):
-        changes = engine_options(setting, options.num_blocks)
-        targets[setting] = open_target(
-            model, tokenizer=tokenizer, device=options.device, cpu_time=options.cpu_time, **changes
-        )
-        warm_up(targets[setting])
-    return targets
+
+    def warm(setting: Setting, num_blocks: int) -> Target:
+        changes = engine_options(setting, num_blocks)
+        target = open_target(model, tokenizer=tokenizer, device=options.device, cpu_time=options.cpu_time, **changes)
+        warm_up(target)
+        return target
+
+    targets = {setting: warm(setting, options.num_blocks) for setting in settings(options)}
+    return targets, warm(BASE, options.num_blocks)
 
 
 def measure(
@@ -234,8 +235,11 @@ def measure(
     if first >= options.repeats:
         return
     begin = time.perf_counter()
-    targets = open_targets(options)
+    targets, probe = open_targets(options)
     try:
+        pulse = Pulse(probe)
+        for target in targets.values():
+            pulse.attach(target)
         order = list(targets)
         target = targets[order[0]]
         where = common.environment(target.device_name)
@@ -251,15 +255,14 @@ def measure(
             progress(f"round {round_number + 1} of {options.repeats}, {len(order)} settings")
             load = workload(options.large, options.small, options.seed + round_number)
             shift = round_number % len(order)
-            rows, before = {}, drive(target, PROBE).seconds
+            rows = {}
             for position, setting in enumerate(order[shift:] + order[:shift]):
-                row = run_row(setting, round_number, options, drive(targets[setting], load))
-                after = drive(target, PROBE).seconds
-                rows[setting] = {**where, **row, "position": position, "probe_seconds": round((before + after) / 2, 6)}
-                before = after
+                pulse.begin()
+                row = run_row(setting, round_number, options, drive(targets[setting], load, after_step=pulse))
+                rows[setting] = {**where, **row, "position": position, "probe_seconds": round(pulse.seconds, 6)}
             yield [rows[setting] for setting in order]
     finally:
-        for target in targets.values():
+        for target in (*targets.values(), probe):
             target.engine.close()
 
 

@@ -3,9 +3,9 @@
 All functions take the rows of the CSV file (:func:`minillm.bench.stress.read`), so a saved study can be read again.
 
 **The machine's speed.** On a machine that others use, a run may take a third longer than the same run a minute before.
-Each run has a probe, the mean time of one small fixed run before and after it, and :func:`steadied` puts all runs at
-the median speed: times are divided by the run's probe over the median probe. The probe knows nothing of the run's own
-time, so a prediction from other runs' times and this run's probe is a prediction.
+Each run has a probe, the mean time of one small fixed run that is repeated within it (:mod:`minillm.bench.pulse`), and
+:func:`steadied` puts all runs at the median speed: times are divided by the run's probe over the median probe. The
+probe knows nothing of the run's own time, so a prediction from other runs' times and this run's probe is a prediction.
 """
 
 from __future__ import annotations

@@ -320,8 +320,8 @@ def probe_text(rows: Rows) -> str:
         return ""
     probe = common.Summary.of(analysis.column(rows, "probe_seconds"))
     return (
-        f"A probe, one small run that is always the same, took {probe.text('.3f')} s (median, range) before and after "
-        "the runs. Times and rates are at the median speed of the machine, each run's divided by its own probe's; "
+        f"A probe, one small run that is always the same, took {probe.text('.3f')} s (mean within a run: median, "
+        "range). Times and rates are at the median speed of the machine, each run's divided by its own probe's; "
         '"as timed" is without that.'
     )
 
@@ -356,7 +356,7 @@ PROGRAM = Program(
     about=(
         "Large (64 + 80 tokens) and small (8 + 10) requests in a pool that holds any of them, but not all: victim "
         "policies, and the difference between two set-ups attributed to admission order, victim choice, swap or "
-        "recompute, and the batch size cap. Rates are at the median speed of the machine, by a probe around every run "
+        "recompute, and the batch size cap. Rates are at the median speed of the machine, by a probe within every run "
         "(as timed: without that). The page in words is stress.md."
     ),
     tables=lambda rows: tables(analysis.steadied(rows)),

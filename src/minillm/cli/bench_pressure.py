@@ -32,7 +32,14 @@ from minillm.core.errors import ConfigError
 def modes(
     model: Model = "smollm2-135m",
     device: Device = "auto",
-    dtype: DType = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="As for `minillm generate` [auto; a CPU that multiplies bfloat16: bfloat16, whose steps cost about "
+            "the same for one row and for eight].",
+            show_default=False,
+        ),
+    ] = None,
     lengths: Annotated[
         list[str] | None,
         typer.Option(help="Of the outputs: uniform, lognormal, fixed; may be repeated.", show_default=False),
@@ -55,10 +62,11 @@ def modes(
 
     rows = None
     if from_csv is None:
+        where = device_of(device).type
         options = bench.Options(
             model=model,
-            device=device_of(device).type,
-            dtype=dtype,
+            device=where,
+            dtype=dtype or bench.default_dtype(where),
             lengths=lengths or ("uniform", "lognormal"),
             requests=requests,
             prompt=prompt,
@@ -76,7 +84,15 @@ def modes(
 @bench_app.command("stress")
 @with_options()
 def stress(
-    model: Model = "smollm2-135m",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="As for `minillm generate`, or random:SHAPE [CPU: random:toy; GPU: smollm2-135m].",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: DType = "auto",
     design: Annotated[
@@ -113,9 +129,10 @@ def stress(
     rows = None
     if from_csv is None:
         queues, victims = _own_policies(policy_file)
+        where = device_of(device).type
         options = bench.Options(
-            model=model,
-            device=device_of(device).type,
+            model=model or ("random:toy" if where == "cpu" else "smollm2-135m"),
+            device=where,
             dtype=dtype,
             design=design,
             factors=tuple(factor) if factor else bench.FACTORS,
