@@ -4,7 +4,7 @@ In between, neither of the others is good: a matrix-vector kernel reads a weight
 product is three times as long as its bytes take where a weight is a few megabytes, starts only when the kernel in front
 has ended, and leaves the sum over its parts, the activation and the addition to kernels of their own. Up to
 :data:`MAX_BATCH_ROWS` rows all products of a layer are ours. Above, the library's tiles of two blocks that share their
-operands win, but for the products into the residual stream, whose addition is free here.
+operands win where a weight is large, but for products into the residual stream, whose addition is free here.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from minillm.models.deferred_norm import SQUARES_COLUMNS, DeferredNorm
 MIN_BATCH_ROWS = 9
 MAX_BATCH_ROWS = 128
 """Rows of x up to which every product is taken."""
-MAX_RESIDUAL_ROWS = 256
-"""Rows of x up to which products of at most :data:`_MOST_RESIDUAL_OUTPUTS` outputs are taken."""
+MAX_ROWS = 256
+"""Rows of x up to which products of small weights are taken, and those into the residual stream."""
+_SMALL_WEIGHT = 10_000_000
 _MOST_RESIDUAL_OUTPUTS = 4096
+"""Elements of a small weight; outputs of a product into the residual stream."""
 
 _STEP = 64
 _GROUP_ROWS = 64
 _TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)
 _WIDE_TOKENS = (160, 192, 224, 256)
+"""Tokens of a tile; the wide ones of a plain weight, in one warpgroup."""
 _GROUPS = {False: (1, 2), True: (1, 2, 4)}
 """Warpgroups of a thread block, for plain and for gated weights."""
 _LEAST_SHARE = 0.45
@@ -71,10 +74,10 @@ class BatchLinearConfig:
 
     def stages(self, k: int, limit: int) -> int:
         """Stages of the ring: a block's whole share of k if shared memory holds it."""
-        return min(ceil_div(ceil_div(k, _STEP), self.splits), (limit - 1024) // (self._stage_bytes + 16))
+        return min(ceil_div(ceil_div(k, _STEP), self.splits), (limit - 1024 - 4 * self.tokens) // (self._stage_bytes + 16))
 
     def shared_bytes(self, k: int, limit: int) -> int:
-        """Dynamic shared memory of a thread block."""
+        """Dynamic shared memory of a thread block; beside it there are four static bytes a token."""
         stages, sums = self.stages(k, limit), self.tokens * (self.tile_rows + 4) * 4
         return 1024 + max(stages * self._stage_bytes, sums) + 16 * stages
 
@@ -102,8 +105,7 @@ def _all_instances() -> Iterator[BatchLinearConfig]:
     for gated, groups in _GROUPS.items():
         for count in groups:
             for tokens in _TOKENS if gated or count > 1 else _TOKENS + _WIDE_TOKENS:
-                if not gated or tokens not in (80, 112):  # of two tiles of tokens, which a gated weight never has
-                    yield BatchLinearConfig(tokens, count, gated, 1)
+                yield BatchLinearConfig(tokens, count, gated, 1)
 
 
 def choose_batch_config(rows: int, n: int, k: int, *, gated: bool, multiprocessors: int) -> BatchLinearConfig:
@@ -112,12 +114,14 @@ def choose_batch_config(rows: int, n: int, k: int, *, gated: bool, multiprocesso
     The order in which a row's sums are taken depends on `splits` alone, hence up to :data:`MAX_BATCH_ROWS` rows on the
     weight alone.
     """
-    tiles = ceil_div(n * (2 if gated else 1), _GROUP_ROWS)
-    token_tiles = 2 if rows > MAX_BATCH_ROWS and tiles < _LEAST_SHARE * multiprocessors else 1
-    sizes = [size for size in _TOKENS + _WIDE_TOKENS if not gated or size not in (80, 112)]
-    tokens = next(size for size in sizes if size >= ceil_div(rows, token_tiles))
+    weight_rows = n * (2 if gated else 1)
+    tiles = ceil_div(weight_rows, _GROUP_ROWS)
+    # Reading a small weight a second time, from the cache, costs less than idle multiprocessors.
+    token_tiles = 2 if rows > MAX_BATCH_ROWS and weight_rows * k <= _SMALL_WEIGHT else 1
+    tokens = next(size for size in _TOKENS + _WIDE_TOKENS if size >= ceil_div(rows, token_tiles))
     groups = _GROUPS[gated] if tokens <= _TOKENS[-1] else (1,)
-    group = next((count for count in groups if ceil_div(tiles, count) <= multiprocessors), groups[-1])
+    fitting = (count for count in groups if ceil_div(tiles, count) * token_tiles <= multiprocessors)
+    group = next(fitting, groups[-1])
     blocks, splits, steps = ceil_div(tiles, group) * token_tiles, 1, ceil_div(k, _STEP)
     while splits < min(_MOST_SPLITS, steps // 2) and (
         blocks * splits < _LEAST_SHARE * multiprocessors
@@ -150,8 +154,12 @@ def supports_batch_linear(
     """Whether `batch_linear` is for x [rows, k] with `n` outputs (of a gated product: n pairs of weight rows)."""
     if dtype not in (torch.float16, torch.bfloat16) or n % 8 or k % 8 or min(n, k) < 1 or not _is_hopper(device):
         return False
-    few = to_residual and n <= _MOST_RESIDUAL_OUTPUTS
-    return MIN_BATCH_ROWS <= rows <= (MAX_RESIDUAL_ROWS if few else MAX_BATCH_ROWS)
+    return MIN_BATCH_ROWS <= rows <= _most_rows(n, k, gated, to_residual)
+
+
+def _most_rows(n: int, k: int, gated: bool, to_residual: bool) -> int:
+    small = n * k * (2 if gated else 1) <= _SMALL_WEIGHT
+    return MAX_ROWS if small or (to_residual and n <= _MOST_RESIDUAL_OUTPUTS) else MAX_BATCH_ROWS
 
 
 def batch_linear(
@@ -267,7 +275,7 @@ def _prepare_launch(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if n % 8:
         raise ValueError(f"weight has {weight.shape[0]} rows, {n} outputs must be a multiple of 8")
-    limit = MAX_BATCH_ROWS if gated or n > _MOST_RESIDUAL_OUTPUTS else MAX_RESIDUAL_ROWS
+    limit = _most_rows(n, k, gated, to_residual)
     if not 1 <= rows <= limit:
         raise ValueError(f"x has {rows} rows, it must have 1 to {limit}")
     check_tensor("x", x, (rows, k), dtype, device, contiguous_from=1)
