@@ -74,7 +74,8 @@ class BatchLinearConfig:
 
     def stages(self, k: int, limit: int) -> int:
         """Stages of the ring: a block's whole share of k if shared memory holds it."""
-        return min(ceil_div(ceil_div(k, _STEP), self.splits), (limit - 1024 - 4 * self.tokens) // (self._stage_bytes + 16))
+        fitting = (limit - 1024 - 4 * self.tokens) // (self._stage_bytes + 16)
+        return min(ceil_div(ceil_div(k, _STEP), self.splits), fitting)
 
     def shared_bytes(self, k: int, limit: int) -> int:
         """Dynamic shared memory of a thread block; beside it there are four static bytes a token."""

@@ -68,8 +68,11 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
             weights[1][i].load(k_weight + i * half + dim);
         }
     }
-    let_next_grid_start();
+    // Of a few tokens, attention's blocks would keep those of the product behind it from fetching weights.
+    const bool few = gridDim.x <= 8;
+    if (!few) let_next_grid_start();
     wait_for_previous_grid();
+    if (few) let_next_grid_start();
 
     // All loads before the first use: each is a trip to L2.
     const i64 token = blockIdx.x;
