@@ -68,6 +68,7 @@ def test_every_registered_kernel_compiles(arch, module):
         assert kernel.cubin.startswith(b"\x7fELF")
         assert 0 < kernel.registers <= 255
         assert kernel.arch == arch
+        assert not kernel.spill_bytes or module not in HOPPER_MODULES
 
 
 def test_all_kernel_files_are_compiled_by_some_module():

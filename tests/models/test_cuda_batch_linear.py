@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minillm.models import cuda_batch_linear, cuda_ops
 from minillm.models.cuda_batch_linear import BatchLinearConfig, batch_linear, choose_batch_config, supports_batch_linear
+from minillm.models.cuda_op_launches import launches
 from minillm.models.deferred_norm import DeferredNorm
 from reference_ops import batch_linear as reference
 
@@ -111,6 +112,34 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             batch_linear(**({"x": x, "weight": weight} | given))
+
+
+def test_a_prepared_launch_serves_no_arguments_that_were_not_checked(monkeypatch):
+    """Norms of another layout are looked at again, though everything else is as before."""
+    launched: list[tuple[int, ...]] = []
+
+    def prepare(key, *_: object):
+        launches.prepared[key] = lambda *addresses: launched.append(addresses)
+        return launches.prepared[key]
+
+    monkeypatch.setattr(launches, "prepared", {})
+    monkeypatch.setattr(cuda_batch_linear, "_prepare_launch", prepare)
+    weight, x, residual = torch.zeros(64, 128).half(), torch.zeros(16, 128).half(), torch.zeros(16, 64)
+    norm, squares = torch.zeros(64), torch.zeros(1, 16)
+    given = {"next_norm": norm, "next_deferred": DeferredNorm(torch.zeros(16, 64).half(), squares, 1e-6)}
+    for _ in range(2):
+        batch_linear(x, weight, residual=residual, **given)
+    assert len(launched) == 2 and len(launches.prepared) == 1
+    wide = torch.zeros(16, 128).half()[:, :64]
+    for change, message in (
+        ({"next_norm": torch.zeros(32)}, "next_norm has shape"),
+        ({"next_norm": norm.half()}, "next_norm has dtype"),
+        ({"next_deferred": DeferredNorm(torch.zeros(16, 64), squares, 1e-6)}, r"deferred\.x has dtype"),
+        ({"next_deferred": DeferredNorm(wide, squares, 1e-6)}, r"deferred\.x .*contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch_linear(x, weight, residual=residual, **(given | change))
+    assert len(launched) == 2
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------------

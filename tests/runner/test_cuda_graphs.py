@@ -92,7 +92,7 @@ def test_a_capture_that_fails_costs_the_graphs_and_no_step(caplog):
     assert recorder.ran == [1, 1, 2, 2, 2, 2, 1]
     assert graphs.captured == [1]  # what was captured before still serves
     assert len(caplog.records) == 1
-    assert "2 rows failed: operation not permitted" in caplog.text
+    assert "capturing size 2 failed: operation not permitted" in caplog.text
 
 
 def test_warming_up_captures_every_size_and_without_graphs_does_nothing():

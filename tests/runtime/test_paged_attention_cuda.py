@@ -191,6 +191,7 @@ def test_padded_steps_have_the_bits_of_steps_as_they_come(dtype, decodes, prefil
     attention = wide.attention
     attention.begin_padded(wide.meta, tables)
     attention.gather_tables()
+    torch.cuda.synchronize()  # in a step, the embedding waits for it
     out = torch.full_like(wide.q, 7.0)
     attention.attend_written(0, wide.q, out)
     assert torch.equal(out[:tokens], wanted)

@@ -196,7 +196,11 @@ class CudaAttention:
         return self._meta.slot_mapping
 
     def attend_written(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attention of q [T, Hq, d] into out [T, Hq, d], both in the cache's dtype; this step's K and V are there."""
+        """Attention of q [T, Hq, d] into out [T, Hq, d], both in the cache's dtype; this step's K and V are there.
+
+        Between the launches that took up the step and this one stands another, such as the embedding, which waits for
+        them: decode rows read the plan, the tables and older tokens while the launch in front still runs.
+        """
         meta, kernels, tables = self._meta, self._kernels, self._step_tables
         assert meta is not None
         params = self.layers[layer]

@@ -263,9 +263,10 @@ def paged_decode(
     `out` [num_seqs, num_q_heads, head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and
     strides that don't fit.
 
-    `history_ready`: block tables, and K and V of all but each sequence's last token, are complete once the launches in
-    front of this one have started. Then they are copied while those still run. It holds for the layers of a model's
-    step: ``embed``, behind everything that prepares it, lets no launch start before its own wait has ended.
+    `history_ready`: the plan, block tables, and K and V of all but each sequence's last token, are complete once the
+    launch in front of this one has started. Then they are read while that still runs. It holds behind a launch that is
+    no dependent, such as ``write_kv``: it starts when all before it has ended. It holds for the layers of a step that
+    begins with ``embed``, which lets no launch start before its own wait has ended: what prepares the step has by then.
     """
     check_paged_cache(k_cache, v_cache)
     num_seqs, device, dtype = plan.num_seqs, plan.device, plan.dtype

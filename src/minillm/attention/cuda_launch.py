@@ -225,7 +225,7 @@ class Kernel:
         `dependent`: the kernel may start before the one in front of it on the stream has ended (programmatic dependent
         launch, compute capability 9.0 and newer; no effect on older ones). Only for kernels of which every thread
         block executes ``wait_for_previous_grid()`` (``dependent_launch.cuh``) before it touches anything that earlier
-        work on the stream reads or writes.
+        work on the stream reads or writes; ``paged_decode`` has an exception to that.
         """
         signature = _signature(args)
         packers = _thread.packers

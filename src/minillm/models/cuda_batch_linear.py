@@ -211,7 +211,7 @@ def batch_linear(
         fixed_layout(bias),
         *deferred_key(deferred),
         *deferred_key(next_deferred),
-        next_norm is None,
+        fixed_layout(next_norm),
     )
     launch = launches.prepared.get(key)
     if launch is None:
@@ -233,8 +233,9 @@ def deferred_key(deferred: DeferredNorm | None) -> tuple[object, ...]:
     """Of a launch's key: what :func:`check_deferred` looks at, and what the kernels take beside addresses."""
     if deferred is None:
         return (None,)
-    squares = deferred.squares
-    return squares.shape, squares.stride(), squares.dtype, squares.device, deferred.x.shape, deferred.eps
+    x, squares = deferred.x, deferred.squares
+    layout = squares.shape, squares.stride(), squares.dtype, squares.device, x.shape, x.stride(), x.dtype
+    return *layout, deferred.eps
 
 
 def check_deferred(deferred: DeferredNorm, rows: int, hidden: int, dtype: torch.dtype) -> None:

@@ -116,7 +116,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of dynamic shared memory that a thread block may have, beside `small_linear`'s few static ones."""
+    """Bytes of dynamic shared memory that a thread block may have, with 256 left for static ones."""
     properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the field
     return int(properties.shared_memory_per_block_optin) - 256
 

@@ -230,7 +230,7 @@ def qk_norm_rope_write(
         q_out: [T, Hq, d] in the cache's dtype, which attention takes.
         deferred: the norm of the rows that were multiplied is applied first.
 
-    Rounds where :mod:`minillm.models.layers` does.
+    Rounds where :mod:`minillm.models.layers` does; with `deferred`, qkv was rounded before its norm instead of behind.
     """
     key = (
         "rope",

@@ -101,6 +101,8 @@ def stream_weights(
     files = {path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(stored.path for _, stored in copies)}
     errors: list[Exception] = []
     try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what used the views' memory before may still run, on another stream
         count = min(work.qsize(), threads or min(MAX_THREADS, os.cpu_count() or 1))
         lanes = [_Lane(device, files, work, buffer_bytes, errors) for _ in range(count)]
         for lane in lanes:

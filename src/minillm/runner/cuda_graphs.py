@@ -1,8 +1,8 @@
-"""Captured decode steps: one CUDA graph for each padded number of rows.
+"""Captured steps: one CUDA graph for each size, the padded number of rows or, with prompts in the step, of tokens.
 
-A decode step is some two hundred short kernels; launched one by one from Python they take longer to launch than to
-run. A graph launches all of them in one call. It holds addresses and numbers of rows, so everything that a step reads
-stays in its place (:mod:`minillm.attention.cuda_prepare`) and steps are padded to a few sizes.
+A small step is some two hundred short kernels; launched one by one from Python they take longer to launch than to run.
+A graph launches all of them in one call. It holds addresses and sizes, so everything that a step reads stays in its
+place (:mod:`minillm.attention.cuda_prepare`, :mod:`minillm.runner.short_steps`) and steps are padded to a few sizes.
 
 The first step of a size runs launch by launch, which also lets the libraries load what they need for it; the second is
 captured, in 7 ms. All graphs share one memory pool, and hardly need it.
@@ -73,9 +73,9 @@ class StepGraphs:
         """Device memory that the graphs of all sizes may take."""
         return GRAPH_BYTES * len(self.sizes) if self._capture is not None else 0
 
-    def size_for(self, num_rows: int) -> int:
-        """The smallest size that holds so many rows; IndexError if none does."""
-        return self.sizes[bisect_left(self.sizes, num_rows)]
+    def size_for(self, count: int) -> int:
+        """The smallest size that holds so many rows (tokens); IndexError if none does."""
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def run(self, size: int, step: Callable[[int], None]) -> None:
         """Run ``step(size)``, which enqueues the same launches each time it is called with this size."""
@@ -92,7 +92,7 @@ class StepGraphs:
         try:
             graph = capture(lambda: step(size))
         except Exception as error:
-            logger.warning("decode steps run without CUDA graphs: capturing one of %d rows failed: %s", size, error)
+            logger.warning("steps run without CUDA graphs: capturing size %d failed: %s", size, error)
             self._capture = None
             return None
         self._graphs[size] = graph

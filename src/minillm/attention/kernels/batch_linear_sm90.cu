@@ -222,8 +222,9 @@ batch_linear_sm90(void* out, const T* bias, const float* squares, T* next_x, con
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             const u32 part = base + stage * kStageBytes + g * kGroupRows * 128;
-            if constexpr (kGated) tma_load_4d_hint(part, &weight_map, full(stage), column, 0, 0, (tile * kGroups + g) * 4, policy);
-            else tma_load_2d_hint(part, &weight_map, full(stage), column, (tile * kGroups + g) * kGroupRows, policy);
+            const int group = tile * kGroups + g;
+            if constexpr (kGated) tma_load_4d_hint(part, &weight_map, full(stage), column, 0, 0, group * 4, policy);
+            else tma_load_2d_hint(part, &weight_map, full(stage), column, group * kGroupRows, policy);
         }
     };
     if (warp == 4 * kGroups && elect_one()) {

@@ -7,6 +7,7 @@
 // kernel's alone, since that kernel could not end before its own wait returned. Memory that earlier kernels write is
 // read with ordinary loads, never through ld.global.nc, and its pointers are not `const __restrict__`: from that the
 // compiler concludes that the memory never changes during the kernel, and may move loads in front of the wait.
+// paged_decode alone reads more in front of its wait: what its launcher promises to be complete (`history_ready`).
 //
 // let_next_grid_start() says that the next kernel's blocks may be placed as soon as all blocks of this one have said so
 // or ended. It promises nothing about memory. Said in front of the wait, it lets a chain of kernels gather: each has its

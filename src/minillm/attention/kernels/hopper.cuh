@@ -75,7 +75,8 @@ __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap* map, u32 b
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_2d_hint(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, u64 policy) {
+__device__ __forceinline__ void tma_load_2d_hint(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1,
+                                                 u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
         "{%3, %4}], [%2], %5;" ::"r"(dst),
@@ -83,7 +84,8 @@ __device__ __forceinline__ void tma_load_2d_hint(u32 dst, const TensorMap* map, 
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d_hint(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, u64 policy) {
+__device__ __forceinline__ void tma_load_4d_hint(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, int c2,
+                                                 int c3, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
         "{%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),

@@ -7,7 +7,6 @@
 #include "common.cuh"
 #include "paged_decode_plan.cuh"
 
-
 constexpr int kSizes = 16;  // S is one of 64 * 2^0 .. 64 * 2^15
 constexpr int kPlanThreads = 256;
 constexpr int kBucketShift = 5;  // the last items of sequences are ordered by size in steps of S / 32

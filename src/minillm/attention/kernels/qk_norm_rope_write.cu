@@ -42,11 +42,11 @@ __device__ __forceinline__ float rounded(float x) {
     return to_float(from_float<T>(x));
 }
 
-// qkv [T, (num_q + 2 * num_kv) * head_dim] at qkv_stride; q_weight, k_weight float32 [head_dim], both or neither null; positions int64
-// or int32 [T]; inv_freq float32 [head_dim / 2]; caches [blocks, num_kv, block_size, head_dim], blocks at block_stride;
-// q_out [T, num_q, head_dim] in the cache's type, since attention takes it in that. A token whose slot is outside
-// [0, num_slots), such as padding's -1, writes its q alone. With `squares`, qkv is first multiplied by its row's 1 / rms
-// over `hidden` columns (deferred_norm.cuh).
+// qkv [T, (num_q + 2 * num_kv) * head_dim] at qkv_stride; q_weight, k_weight float32 [head_dim], both or neither null;
+// positions int64 or int32 [T]; inv_freq float32 [head_dim / 2]; caches [blocks, num_kv, block_size, head_dim], blocks at
+// block_stride; q_out [T, num_q, head_dim] in the cache's type, since attention takes it in that. A token whose slot is
+// outside [0, num_slots), such as padding's -1, writes its q alone. With `squares`, qkv is first multiplied by its row's
+// 1 / rms over `hidden` columns (deferred_norm.cuh); that product is not rounded, while qkv was before it.
 // grid (T, parts): part p has heads p, p + parts, ... of each round of kThreads / lanes heads. head_dim <= 8 * lanes.
 template <typename T, typename Cache>
 __global__ void __launch_bounds__(kThreads)
