@@ -141,7 +141,8 @@ BAD_PARAMS: list[dict] = [
     {"stop_token_ids": [10**6]},
     {"min_tokens": 5, "max_tokens": 4},
 ]
-BAD_FIELDS: list[dict] = [{"priority": "x"}, {"timeout": 0}, {"user": 3}, {"cache_salt": 4}, {"request_id": ""}]
+BAD_FIELDS: list[dict] = [{"priority": "x"}, {"timeout": 0}, {"user": 3}, {"cache_salt": 4}, {"request_id": ""},
+                            {"user": "u" * 513}, {"cache_salt": "s" * 513}]  # fmt: skip
 
 
 def test_any_bad_input_is_a_typed_refusal_and_the_engine_gives_the_same_ids_after_it() -> None:

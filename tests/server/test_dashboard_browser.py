@@ -160,7 +160,10 @@ def test_under_pressure_numbers_move_and_swaps_are_seen(tab: Tab, pressure: None
     # Waited for: each frame shows another mix of requests.
     tab.wait(
         """(() => { const c = document.querySelector('#blocks'), n = new Set();
-        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        // Read from a copy: of a canvas that is read again and again the browser complains.
+        const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', { willReadFrequently: true });
+        copy.drawImage(c, 0, 0);
+        const d = copy.getImageData(0, 0, c.width, c.height).data;
         for (let i = 0; i < d.length; i += 4) if (d[i + 3]) n.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
         return n.size > 6; })()"""
     )

@@ -65,6 +65,8 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> di
         ({"timeout": 0}, "timeout"),
         ({"timeout": -1}, "timeout"),
         ({"user": 7}, "user"),
+        ({"user": "u" * 513}, "user"),
+        ({"cache_salt": "s" * 513}, "cache_salt"),
         ({"request_id": "a b"}, "request_id"),
         ({"suffix": "end"}, "suffix"),
         ({"temprature": 0.5}, "temprature"),

@@ -25,6 +25,9 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as in vLLM and the OpenAI API; a chat gets the rest of the context."""
 
+MAX_LABEL = 512
+"""Characters of `user` and `cache_salt`: they are kept for users who come no more, and hashed with every block."""
+
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -72,10 +75,10 @@ class InputProcessor:
         what only the scheduler knows (lengths, the queue). `chat_options` go to the chat template.
         """
         params, default_limit = self._params(sampling_params)
-        _check_fields(request_id, priority, user, cache_salt, timeout)
         text, is_chat = None, False
         if isinstance(prompt, Mapping):
             prompt, cache_salt = _unwrap(prompt, cache_salt)
+        _check_fields(request_id, priority, user, cache_salt, timeout)
         if isinstance(prompt, str):
             text = prompt
             ids = self.tokenizer.encode(prompt)
@@ -233,10 +236,7 @@ def _unwrap(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Any, str
     inner = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
     if isinstance(inner, str) is not ("prompt" in prompt):
         raise InvalidParameterError("prompt", type(inner).__name__, "prompt is text, prompt_token_ids a list of ids")
-    salt = prompt.get("cache_salt", cache_salt)
-    if salt is not None and not isinstance(salt, str):
-        raise InvalidParameterError("cache_salt", salt, "it must be a string or None")
-    return inner, salt
+    return inner, prompt.get("cache_salt", cache_salt)
 
 
 def _check_fields(request_id: str, priority: int, user: str, cache_salt: str | None, timeout: float | None) -> None:
@@ -250,6 +250,9 @@ def _check_fields(request_id: str, priority: int, user: str, cache_salt: str | N
         raise InvalidParameterError("user", user, "it must be a string")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidParameterError("cache_salt", cache_salt, "it must be a string or None")
+    for name, text in (("user", user), ("cache_salt", cache_salt or "")):
+        if len(text) > MAX_LABEL:
+            raise InvalidParameterError(name, f"{len(text)} characters", f"at most {MAX_LABEL} are allowed")
     if timeout is not None:
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if not is_number or not 0 < timeout <= sys.float_info.max:

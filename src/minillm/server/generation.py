@@ -34,11 +34,10 @@ from minillm.server.state import ServerState
 
 MAX_BODY_ON_LOOP = 8 << 10
 MAX_PROMPTS_ON_LOOP = 8
-MAX_PROMPT_TOKENS_ON_LOOP = 4000
 MAX_ENTRIES_ON_LOOP = 2000
-"""What is done at once on the event loop; more goes to a thread. Bytes of a body whose parameters are checked (schemas
-of tools are walked through), prompts to submit, their tokens (hashed for the prefix cache), and tokens with their
-alternatives to write out, echoed prompts included."""
+"""What is done at once on the event loop; more goes to a thread. Bytes of a body whose parameters are checked and whose
+prompt is submitted (schemas are walked through, a prompt is hashed for the prefix cache), prompts of a list, and tokens
+with their alternatives to write out, echoed prompts included."""
 
 
 @dataclass(slots=True)
@@ -50,6 +49,8 @@ class Call:
     model: str
     read: ReadBody
     params: SamplingParams
+    is_large: bool
+    """Whether its body is."""
 
     @property
     def request(self) -> Any:
@@ -61,14 +62,9 @@ class Call:
         """The call's prompts; each is one request of the engine."""
         return self.read.prompts
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(len(prompt.ids) for prompt in self.prompts)
-
     def is_heavy(self, num_tokens: int) -> bool:
         """Whether to write out an answer of so many tokens takes long: log-probabilities are many small objects."""
-        shown = self.num_prompt_tokens if getattr(self.request, "echo", False) else 0
+        shown = sum(len(prompt.ids) for prompt in self.prompts) if getattr(self.request, "echo", False) else 0
         return (num_tokens + shown) * (1 + (self.params.logprobs or 0)) > MAX_ENTRIES_ON_LOOP
 
 
@@ -139,7 +135,7 @@ class Endpoint(ABC):
             if collector.hung_up:
                 raise ClientGone
             state.check_open()
-            make = partial(self._call, exchange, read)
+            make = partial(self._call, exchange, read, is_large)
             call = await asyncio.to_thread(make) if is_large else make()
             sinks, tickets = await self._attach(exchange, call, collector)
             try:
@@ -151,7 +147,7 @@ class Endpoint(ABC):
                 for ticket in tickets:
                     state.runtime.cancel_ticket(ticket)
 
-    def _call(self, exchange: Exchange, read: ReadBody) -> Call:
+    def _call(self, exchange: Exchange, read: ReadBody, is_large: bool) -> Call:
         request = read.request
         own = exchange.scope["request_id"]
         if request.request_id is not None:
@@ -160,7 +156,7 @@ class Endpoint(ABC):
             own = request.request_id
         params = self.params(request, self.state.runtime.default_sampling_params())
         model = request.model or self.state.model_names[0]
-        return Call(f"{self.prefix}-{own}", int(time.time()), model, read, params)
+        return Call(f"{self.prefix}-{own}", int(time.time()), model, read, params, is_large)
 
     async def _attach(
         self, exchange: Exchange, call: Call, collector: Collector
@@ -177,7 +173,7 @@ class Endpoint(ABC):
             try:
                 if not runtime.submits_at_once(call.params):
                     return sinks, await self.state.intake.compile(attach, lambda: not collector.hung_up)
-                if len(arguments) > MAX_PROMPTS_ON_LOOP or call.num_prompt_tokens > MAX_PROMPT_TOKENS_ON_LOOP:
+                if call.is_large or len(arguments) > MAX_PROMPTS_ON_LOOP:
                     return sinks, await asyncio.to_thread(attach)
                 return sinks, attach()
             except DuplicateRequestError:
