@@ -139,6 +139,13 @@ def test_a_machine_that_changes_its_speed_is_taken_out_by_the_probe():
     assert stress_report.probe_text(without) == ""
 
 
+def test_policies_are_compared_within_a_round() -> None:
+    base = [{"round": str(number), "output_tok_per_s": str(100.0 * (number + 1))} for number in range(6)]
+    other = [{**row, "output_tok_per_s": repr(1.1 * float(row["output_tok_per_s"]))} for row in reversed(base)]
+    found = analysis.ratio(other, base)
+    assert (found.low, found.value, found.high) == pytest.approx((1.1, 1.1, 1.1))
+
+
 def test_runs_that_feel_less_of_what_slows_the_probe_are_put_right():
     rng = random.Random(3)
     slow = [math.exp(rng.uniform(0, 1)) for _ in range(400)]

@@ -108,9 +108,15 @@ def throughput(rows: Rows) -> Interval:
 
 
 def ratio(numerator: Rows, denominator: Rows, name: str = "output_tok_per_s") -> Interval:
-    """Median of one over median of the other, rounds resampled together."""
-    samples = {"a": column(numerator, name), "b": column(denominator, name)}
-    return bootstrap(samples, lambda medians: {"ratio": medians["a"] / medians["b"]})["ratio"]
+    """Median over rounds of one over the other in the same round, which has the same order of requests for both.
+
+    The order changes a setting's rate by more than most policies do, so rates of different rounds are not compared.
+    """
+    theirs = dict(zip(column(denominator, "round"), column(denominator, name), strict=True))
+    ratios = [
+        mine / theirs[number] for number, mine in zip(column(numerator, "round"), column(numerator, name), strict=True)
+    ]
+    return bootstrap({"ratio": ratios}, lambda medians: medians)["ratio"]
 
 
 def base_setting(rows: Rows) -> Setting:
