@@ -124,10 +124,14 @@ class ReferenceKernels:
 
 
 class ReferenceOps:
-    """`DecoderOps` by :mod:`reference_ops`, counted. `few` is how many rows the small products take, in any dtype."""
+    """`DecoderOps` by :mod:`reference_ops`, counted, in any dtype.
 
-    def __init__(self, few: int = 0) -> None:
-        self.few = few
+    `few` is how many rows the small products take, `some` how many those of a batch do, and `rest` how many those of
+    them that go into the residual do.
+    """
+
+    def __init__(self, few: int = 0, some: int = 0, rest: int = 0) -> None:
+        self.few, self.some, self.rest = few, some, max(some, rest)
         self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
@@ -136,3 +140,6 @@ class ReferenceOps:
 
     def supports_small_linear(self, rows: int, *_: object, **__: object) -> bool:
         return rows <= self.few
+
+    def supports_batch_linear(self, rows: int, *_: object, gated: bool = False, to_residual: bool = False) -> bool:
+        return rows <= (self.rest if to_residual else self.some)

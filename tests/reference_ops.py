@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillm.models.deferred_norm import SQUARES_COLUMNS, DeferredNorm
 from minillm.models.layers import RMSNorm
 
 MAX_SMALL_ROWS = 8
@@ -27,8 +28,8 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
     return out.copy_(_norm(weight, eps, out.dtype)(residual))
 
 
-def silu_and_mul(gate_up: Tensor, out: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, -1)
+def silu_and_mul(gate_up: Tensor, out: Tensor, deferred: DeferredNorm | None = None) -> Tensor:
+    gate, up = (gate_up.float() * _scale(deferred)).chunk(2, -1)
     return out.copy_(torch.nn.functional.silu(gate) * up)
 
 
@@ -44,10 +45,13 @@ def qk_norm_rope_write(
     v_cache: Tensor,
     slot_mapping: Tensor,
     q_out: Tensor,
+    deferred: DeferredNorm | None = None,
 ) -> Tensor:
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     num_heads, dtype = q_out.shape[1], qkv.dtype
-    heads = qkv.view(len(qkv), -1, head_dim)
+    if deferred is not None:
+        qkv = (qkv.float() * _scale(deferred)).to(dtype)
+    heads = qkv.reshape(len(qkv), -1, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
     if q_weight is not None and k_weight is not None:
         q, k = _norm(q_weight, eps, dtype)(q), _norm(k_weight, eps, dtype)(k)
@@ -88,6 +92,40 @@ def small_linear(
     if residual is not None:
         return residual.add_(y)
     return y.to(weight.dtype) if out is None else out.copy_(y)
+
+
+def batch_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    deferred: DeferredNorm | None = None,
+    next_norm: Tensor | None = None,
+    next_deferred: DeferredNorm | None = None,
+) -> Tensor:
+    y = x.float() @ weight.float().T * _scale(deferred)
+    if bias is not None:
+        y = y + bias.float()
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    if residual is None:
+        return y.to(weight.dtype) if out is None else out.copy_(y)
+    residual.add_(y)
+    if next_norm is not None and next_deferred is not None:
+        next_deferred.x.copy_(residual * next_norm)
+        squares = torch.nn.functional.pad(residual.square(), (0, -residual.shape[1] % SQUARES_COLUMNS))
+        next_deferred.squares.copy_(squares.unflatten(1, (-1, SQUARES_COLUMNS)).sum(2).T)
+    return residual
+
+
+def _scale(deferred: DeferredNorm | None) -> Tensor | float:
+    if deferred is None:
+        return 1.0
+    return (deferred.squares.sum(0) / deferred.hidden + deferred.eps).rsqrt()[:, None]
 
 
 def _norm(weight: Tensor, eps: float, dtype: torch.dtype) -> RMSNorm:

@@ -52,13 +52,17 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+HOPPER_MODULES = ("minillm.models.cuda_batch_linear",)
+"""Whose kernels are for that architecture alone."""
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS)
 @pytest.mark.parametrize("module", KERNEL_MODULES)
 def test_every_registered_kernel_compiles(arch, module):
     """With the user's cache: a second run compiles only what changed."""
     specs = importlib.import_module(module).specs(arch)
-    assert specs
+    assert bool(specs) == (module not in HOPPER_MODULES or arch == "sm_90a")
     assert len(set(specs)) == len(specs)
     for kernel, _ in cuda_build.build_many([(spec, arch) for spec in specs], threads=1):
         assert kernel.cubin.startswith(b"\x7fELF")

@@ -11,6 +11,7 @@ from minillm.attention import cuda_decode
 from minillm.attention.cuda_decode import DecodePlan, paged_decode
 from minillm.attention.interface import LayerAttention
 from minillm.attention.reference import attention_reference
+from minillm.memory.cuda_kv_ops import write_kv
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -294,6 +295,45 @@ class TestUse:
             graph.replay()
             changed = Batch(batch.q, batch.k_cache, batch.v_cache, batch.tables, new)
             assert torch.equal(out, changed.run(params)), new
+
+    @pytest.mark.parametrize("lens", [[1, 2, 15, 16, 17, 33, 64, 65], [700] * 300, [40000], [5, 3000, 0, 129]], ids=str)
+    @pytest.mark.parametrize("window", [None, 100])
+    def test_history_is_read_while_the_last_tokens_are_still_being_written(self, lens, window):
+        """Bit for bit what comes out when every launch waits for the one in front of it."""
+        batch = make_batch(lens)
+        block_size, (num_kv_heads, head_dim) = batch.k_cache.shape[2], (batch.k_cache.shape[1], batch.k_cache.shape[3])
+        last = [max(length - 1, 0) for length in lens]
+        blocks = [int(batch.tables[row, at // block_size]) for row, at in enumerate(last)]
+        slots = [
+            block * block_size + at % block_size if length else -1
+            for block, at, length in zip(blocks, last, lens, strict=True)
+        ]
+        slot_mapping = torch.tensor(slots, device="cuda")
+        new = torch.empty(2, len(lens), num_kv_heads, head_dim, dtype=batch.q.dtype, device="cuda")
+        params, plan, seq_lens = params_for(batch, window), batch.plan(), batch.seq_lens
+        outs = torch.empty(3, *batch.q.shape, dtype=batch.q.dtype, device="cuda")
+
+        def layers(history_ready: bool) -> None:
+            plan.update(seq_lens)
+            for out in outs:  # what a layer writes is what the next one reads
+                write_kv(new[0], new[1], batch.k_cache, batch.v_cache, slot_mapping)
+                given = (batch.q, batch.k_cache, batch.v_cache, batch.tables, seq_lens, params, plan, out)
+                paged_decode(*given, history_ready=history_ready)
+                new.mul_(0.5)
+
+        layers(True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers(True)
+        for seed in range(20):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            start = torch.randn(new.shape, generator=generator, device="cuda").to(new.dtype)
+            new.copy_(start)
+            layers(False)
+            expected = outs.clone()
+            new.copy_(start)
+            graph.replay()
+            assert torch.equal(outs, expected)
 
     def test_work_counters_are_back_at_zero(self):
         batch = make_batch([700] * 500, heads=(2, 2), head_dim=64)

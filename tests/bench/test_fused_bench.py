@@ -14,6 +14,7 @@ from minillm.bench.fused_cases import LIBRARY, NORM_APART, OURS, QWEN3, QWEN25, 
 from minillm.bench.program import get_program
 from minillm.bench.timing import Ceilings, ReplayTime
 from minillm.models import cuda_ops
+from minillm.models.cuda_small_linear import choose_config
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "inner": 96, "vocab": 80}
@@ -30,9 +31,13 @@ class Operations:
     def small_linear(*args, config=None, **kwargs):
         return reference_ops.small_linear(*args, **kwargs)
 
+
+class SmallLinear:
+    """`cuda_small_linear`'s choice for an H200."""
+
     @staticmethod
     def config_for(rows, n, k, gated, norm, device):
-        return cuda_ops.choose_config(rows, n, k, gated=gated, norm=norm, multiprocessors=132, shared_limit=232192)
+        return choose_config(rows, n, k, gated=gated, norm=norm, multiprocessors=132, shared_limit=232192)
 
     @staticmethod
     def shared_limit(device):
@@ -47,6 +52,7 @@ def write_kv(k, v, k_cache, v_cache, slots) -> None:
 @pytest.fixture(autouse=True)
 def reference(monkeypatch) -> None:
     monkeypatch.setattr(fused_cases, "cuda_ops", Operations())
+    monkeypatch.setattr(fused_cases, "cuda_small_linear", SmallLinear)
     monkeypatch.setattr(fused_cases.cuda_kv_ops, "write_kv", write_kv)
 
 

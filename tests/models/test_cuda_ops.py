@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minillm.attention import cuda_build
-from minillm.models import cuda_ops
-from minillm.models.cuda_ops import SmallLinearConfig, choose_config
+from minillm.models import cuda_batch_linear, cuda_op_launches, cuda_ops, cuda_small_linear
+from minillm.models.cuda_small_linear import SmallLinearConfig, choose_config
 from reference_ops import (
     add_rms_norm as reference_norm,
 )
@@ -65,7 +65,8 @@ def assert_rounds_alike(out: Tensor, expected: Tensor, dtype: torch.dtype, flips
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_no_kernel_spills_registers(arch):
-    for kernel, _ in cuda_build.build_many([(spec, arch) for spec in cuda_ops.specs(arch)], threads=1):
+    specs = [spec for module in (cuda_ops, cuda_small_linear, cuda_batch_linear) for spec in module.specs(arch)]
+    for kernel, _ in cuda_build.build_many([(spec, arch) for spec in specs], threads=1):
         assert kernel.spill_bytes == 0, kernel.symbol
         if kernel.source == "small_linear.cu":
             assert kernel.registers <= 128, kernel.symbol  # two blocks of neighbouring launches share a multiprocessor
@@ -86,7 +87,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_every_product_of_known_models_has_a_registered_kernel_that_fits(model, arch, limit, multiprocessors):
     hidden, qkv, inputs, inner, vocab = MODELS[model]
-    registered = set(cuda_ops._all_configs(arch))
+    registered = set(cuda_small_linear._all_configs(arch))
     products = [(qkv, hidden, False, True), (hidden, inputs, False, False), (inner, hidden, True, True),
                 (hidden, inner, False, False), (vocab, hidden, False, True), (vocab, hidden, False, False)]  # fmt: skip
     for rows, (n, k, gated, norm) in product((1, 2, 4, 8), products):
@@ -125,15 +126,15 @@ def test_products_of_float32_or_many_rows_are_not_supported():
 
 
 def test_many_passes_over_few_columns_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(cuda_ops, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(cuda_ops, "shared_limit", lambda device: 232192)
-    cuda_ops.config_for.cache_clear()
+    monkeypatch.setattr(cuda_small_linear, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda_small_linear, "shared_limit", lambda device: 232192)
+    cuda_small_linear.config_for.cache_clear()
     device = torch.device("cpu")
     given = {"dtype": torch.bfloat16, "device": device}
     assert not cuda_ops.supports_small_linear(1, 49152, 576, **given)
     assert cuda_ops.supports_small_linear(1, 49152, 1024, **given)
     assert cuda_ops.supports_small_linear(8, 1536, 576, gated=True, norm=True, **given)
-    cuda_ops.config_for.cache_clear()
+    cuda_small_linear.config_for.cache_clear()
 
 
 def test_wrong_shapes_and_dtypes_are_named():
@@ -166,15 +167,15 @@ def test_wrong_shapes_and_dtypes_are_named():
 
 def test_the_layout_of_a_known_tensor_is_a_number():
     a, b = torch.zeros(4, 8), torch.zeros(4, 8)
-    assert cuda_ops._fixed(a) == cuda_ops._fixed(a) == cuda_ops._fixed(b) >= 0
+    assert cuda_op_launches.fixed_layout(a) == cuda_op_launches.fixed_layout(a) == cuda_op_launches.fixed_layout(b) >= 0
     others = [a.half(), torch.zeros(8, 4), torch.zeros(8, 4).t(), torch.zeros(4, 8, device="meta"), a[:, :4]]
-    numbers = {cuda_ops._fixed(tensor) for tensor in (a, *others)}
+    numbers = {cuda_op_launches.fixed_layout(tensor) for tensor in (a, *others)}
     assert len(numbers) == 6
-    assert cuda_ops._fixed(None) == -1
+    assert cuda_op_launches.fixed_layout(None) == -1
     for _ in range(100):  # objects whose id is that of one that is gone
         size = int(torch.randint(1, 9, ()))
         again = torch.zeros(size, 8)
-        assert (cuda_ops._fixed(again) == cuda_ops._fixed(a)) == (size == 4)
+        assert (cuda_op_launches.fixed_layout(again) == cuda_op_launches.fixed_layout(a)) == (size == 4)
         del again
 
 
@@ -183,7 +184,7 @@ class RecordedLaunch:
 
     made: list[RecordedLaunch] = []
 
-    def __init__(self, kernel, grid, block, num_pointers, scalars, *, shared_bytes=0, dependent=False) -> None:
+    def __init__(self, kernel, grid, block, num_pointers, scalars, *, shared_bytes, cluster, dependent) -> None:
         self.grid, self.num_pointers, self.scalars, self.calls = grid, num_pointers, scalars, []
         RecordedLaunch.made.append(self)
 
@@ -193,11 +194,15 @@ class RecordedLaunch:
 
 
 def test_a_layout_is_prepared_once_and_launched_with_the_addresses_at_hand(monkeypatch):
-    monkeypatch.setattr(cuda_ops, "PreparedLaunch", RecordedLaunch)
-    monkeypatch.setattr(cuda_ops, "get_kernel", lambda spec, device, overlapping: spec)
-    monkeypatch.setattr(cuda_ops, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(cuda_ops, "shared_limit", lambda device: 232192)
-    monkeypatch.setattr(cuda_ops, "_launches", cuda_ops._ThreadLaunches())
+    monkeypatch.setattr(cuda_op_launches, "PreparedLaunch", RecordedLaunch)
+    fresh = cuda_op_launches._ThreadLaunches()
+    for module in (cuda_ops, cuda_small_linear, cuda_batch_linear, cuda_op_launches):
+        monkeypatch.setattr(module, "launches", fresh)
+    for module in (cuda_ops, cuda_small_linear, cuda_batch_linear):
+        monkeypatch.setattr(module, "get_kernel", lambda spec, device, overlapping: spec)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    for module in (cuda_small_linear, cuda_batch_linear):
+        monkeypatch.setattr(module, "shared_limit", lambda device: 232192)
     monkeypatch.setattr(RecordedLaunch, "made", [])
     weight = torch.ones(64)
 
@@ -401,7 +406,7 @@ def test_small_linear_with_norm_and_activation(n, k, dtype):
 
 @pytest.mark.cuda
 @needs_gpu
-@pytest.mark.parametrize("config", sorted(cuda_ops._all_configs("sm_90a"), key=str), ids=str)
+@pytest.mark.parametrize("config", sorted(cuda_small_linear._all_configs("sm_90a"), key=str), ids=str)
 def test_every_instance_of_small_linear_agrees_with_torch(config: SmallLinearConfig):
     n, k = 3000, 1160
     weight = randn(2 * n if config.gated else n, k, dtype=torch.bfloat16, scale=k**-0.5)

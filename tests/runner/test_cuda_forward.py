@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling_emulation import EmulatedKernels, library
 from step_loop import VOCAB, Loop, decoder_of, prompt, tiny_reference, wide_head_reference
 
 from minillm.attention.cuda_prepare import HEADER_INTS, DecodeBuffers, pack_step, prepare_decode
@@ -19,6 +20,7 @@ from minillm.models.decoder import Decoder
 from minillm.runner.cuda_graphs import StepGraphs
 from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.pytorch_model_runner import NOT_FINITE
+from minillm.runner.sampler import Sampler
 from minillm.runner.short_steps import SIZES, ShortSteps, sizes_for
 from reference_kernels import ReferenceKernels, ReferenceOps
 
@@ -35,7 +37,7 @@ def device(request) -> str:
 def make(device: str, model: Any = None, **options: Any) -> Loop:
     runner_options = options.pop("runner_options", {})
     if device == "cpu":
-        runner_options = {"kernels": ReferenceKernels(), "ops": ReferenceOps(few=4), **runner_options}
+        runner_options = {"kernels": ReferenceKernels(), "ops": ReferenceOps(few=4, some=8, rest=16), **runner_options}
     model = model if model is not None else decoder_of(tiny_reference(), device=device)
     return Loop(model, device=device, runner_options=runner_options, **options)
 
@@ -394,6 +396,25 @@ def test_replayed_mixed_steps_give_the_tokens_of_steps_as_they_come(overlap, par
         assert loop.scheduler.counters.preemptions_swap > 0
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_rows_of_mixed_steps_are_drawn_by_kernels_from_what_travelled_with_the_step(logprobs, monkeypatch):
+    """If all of them ask for a draw alone; a step with one that asks for more takes the general way."""
+    if library() is None:
+        pytest.skip("no compiler for the kernels' emulation")
+    params = {"temperature": 0.9, "top_k": 20, "logprobs": logprobs}
+    wanted = busy(make("cpu", **BUSY), **params)
+    loop = make("cpu", overlap=True, **BUSY)
+    runner = loop.runner
+    runner.sampler = Sampler(16, VOCAB, "cpu", upload=runner._device.upload, make_kernels=EmulatedKernels)
+    general, sample = [], runner.sampler.sample
+    monkeypatch.setattr(runner.sampler, "sample", lambda *args: general.append(args) or sample(*args))
+    short = counted(loop)
+    assert busy(loop, **params) == wanted
+    assert len(short.mixed.ran) > 5
+    assert len(runner.sampler.kernels.launches) > 20
+    assert bool(general) == bool(logprobs)
+
+
 def test_a_row_that_is_not_finite_fails_alone_in_a_mixed_step(device):
     """A chunk whose prompt has a token with a spoilt embedding, beside rows that decode; the rows go on."""
     bad = 130
@@ -450,9 +471,12 @@ def test_graphs_give_the_tokens_of_launches(dtype, reference):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model = decoder_of(reference(), dtype, "cuda")
+    # In bfloat16 a prompt whose most is cached rounds otherwise: its products are those of few tokens.
+    options = {"enable_prefix_caching": dtype == torch.float32}
     wanted = None
     for eager in (True, False):
-        loop = make("cuda", model, num_blocks=200, overlap=True, runner_options={"enforce_eager": eager})
+        runner_options = {"enforce_eager": eager}
+        loop = make("cuda", model, num_blocks=200, overlap=True, options=options, runner_options=runner_options)
         results = all_tokens(loop) + all_tokens(loop, tag="drawn ", temperature=0.8, top_p=0.9)
         assert loop.runner.cuda_forward.graphs.captured == ([] if eager else [1, 2, 4, 8, 16])
         assert results[0] == results[1]

@@ -47,7 +47,7 @@ def make(device, request):
         if device == "cpu":
             runner_options.setdefault("kernels", ReferenceKernels())
             if request.param == "fused":
-                runner_options.setdefault("ops", ReferenceOps(few=4))
+                runner_options.setdefault("ops", ReferenceOps(few=4, some=8, rest=16))
         return Loop(model, device=device, runner_options=runner_options, **options)
 
     return make_loop

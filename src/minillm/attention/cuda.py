@@ -292,7 +292,8 @@ class CudaKernels:
         assert meta is not None
         lens = meta.decode_lens
         if self._decode_plan is not None:
-            self._paged_decode(q, k_cache, v_cache, tables, lens, params, self._decode_plan, out)
+            plan = self._decode_plan
+            self._paged_decode(q, k_cache, v_cache, tables, lens, params, plan, out, history_ready=True)
         else:
             self._simple(q, k_cache, v_cache, tables, self._one_each[: len(q) + 1], lens, params, out)
 

@@ -68,6 +68,8 @@ KERNEL_MODULES = (
     "minillm.memory.cuda_kv_ops",
     "minillm.runner.cuda_sampling",
     "minillm.models.cuda_ops",
+    "minillm.models.cuda_small_linear",
+    "minillm.models.cuda_batch_linear",
     "minillm.runner.finite_rows",
 )
 """Modules that launch kernels; each has ``specs(arch) -> list[KernelSpec]``."""

@@ -252,6 +252,8 @@ def paged_decode(
     params: LayerAttention,
     plan: DecodePlan,
     out: Tensor | None = None,
+    *,
+    history_ready: bool = False,
 ) -> Tensor:
     """Attention of one query token per sequence to all of its tokens; K and V are in the cache already.
 
@@ -260,6 +262,10 @@ def paged_decode(
     [num_seqs] (its values were read by ``plan.update``), 0 gives a row of zeros, less leaves the row alone. Returns
     `out` [num_seqs, num_q_heads, head_dim], allocated if not given. Raises ValueError for shapes, dtypes, devices and
     strides that don't fit.
+
+    `history_ready`: block tables, and K and V of all but each sequence's last token, are complete once the launches in
+    front of this one have started. Then they are copied while those still run. It holds for the layers of a model's
+    step: ``embed``, behind everything that prepares it, lets no launch start before its own wait has ended.
     """
     check_paged_cache(k_cache, v_cache)
     num_seqs, device, dtype = plan.num_seqs, plan.device, plan.dtype
@@ -304,6 +310,7 @@ def paged_decode(
             np.int32(plan.group),
             np.int32(plan.block_size.bit_length() - 1),
             np.int32(window),
+            np.int32(history_ready),
             np.float32(params.scale * log2e),
             np.float32(cap * log2e if cap else 0.0),
             np.float32(2.0 * log2e * params.scale / cap if cap else 0.0),

@@ -319,10 +319,11 @@ class PreparedLaunch:
         scalars: Sequence[Any],
         *,
         shared_bytes: int = 0,
+        cluster: Dim | None = None,
         dependent: bool = False,
     ) -> None:
         self.kernel, self.grid = kernel, grid
-        self._block, self._shared_bytes, self._dependent = block, shared_bytes, dependent
+        self._block, self._shared_bytes, self._cluster, self._dependent = block, shared_bytes, cluster, dependent
         self._device_index = kernel.device_index
         kernel.set_max_shared(shared_bytes)
         self._packer = _Packer((ctypes.c_void_p,) * num_pointers + _signature(scalars))
@@ -347,13 +348,13 @@ class PreparedLaunch:
         if code:
             raise KernelLaunchError(
                 f"launch of {self.kernel.name} failed: {code.name} ({int(code)}); grid={self.grid}, "
-                f"block={self._block}, shared_bytes={self._shared_bytes}"
+                f"block={self._block}, shared_bytes={self._shared_bytes}, cluster={self._cluster}"
             )
 
     def _configure(self, stream: int) -> None:
         ensure_context(self._device_index)
         dependent = self._dependent and self.kernel._takes_dependents and DEPENDENT_LAUNCHES
-        key = (self.grid, self._block, self._shared_bytes, stream, None, dependent)
+        key = (self.grid, self._block, self._shared_bytes, stream, self._cluster, dependent)
         self._config = self.kernel._configure(*key)
         self._stream, self._overlaps = stream, DEPENDENT_LAUNCHES
 

@@ -39,6 +39,9 @@ _SWIZZLE_COLUMNS = 64
 """16-bit elements of a 128-byte row, the width of a tensor copy's box."""
 
 _WORK_FIELDS = 8
+_BEGIN, _END, _PARTIAL = 5, 6, 7
+"""Columns of the work list that pieces differ in: their keys, and where their partial result goes."""
+
 _HEADER_INTS = 16
 _MAX_MAPS = 4096
 
@@ -333,29 +336,36 @@ def build_work(
     row0 = step * _ranks(tiles)
     key_end = _key_ends(row0, step, group, rows[of], pos0[of])
 
-    pieces = [
-        pieces_of(n, c, step=step, group=group, copies=num_kv_heads, wave=kernel.wave)
-        for n, c in zip(queries.tolist(), context.tolist(), strict=True)
-    ]
-    size = -(-context // (np.array(pieces, dtype=np.int64) * kernel.key_tile)) * kernel.key_tile
-    counts = -(-key_end // size[of])
-    tile = np.repeat(np.arange(len(row0)), counts)
-    begin = size[of][tile] * _ranks(counts)
-    end = np.minimum(begin + size[of][tile], key_end[tile])
+    work = np.zeros((len(of), _WORK_FIELDS), dtype=np.int32)
+    for column, values in enumerate((used[of], start[of], row0, rows[of], pos0[of])):
+        work[:, column] = values
+    work[:, _END], work[:, _PARTIAL] = key_end, -1
+    splits, slots = np.zeros((0, _WORK_FIELDS), dtype=np.int32), 0
+    if context.max(initial=0) >= 2 * _MIN_PIECE_KEYS:
+        pieces = [
+            pieces_of(n, c, step=step, group=group, copies=num_kv_heads, wave=kernel.wave)
+            for n, c in zip(queries.tolist(), context.tolist(), strict=True)
+        ]
+        size = -(-context // (np.array(pieces, dtype=np.int64) * kernel.key_tile)) * kernel.key_tile
+        work, splits, slots = _cut(work, size[of])
+    return work[np.argsort(work[:, _BEGIN] - work[:, _END], kind="stable")], splits, slots
 
+
+def _cut(work: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """The work list with tiles of more than `size[i]` keys cut into pieces, the split list, and the partial slots."""
+    counts = -(-work[:, _END] // size)
+    tile = np.repeat(np.arange(len(work)), counts)
+    pieces = work[tile]
+    pieces[:, _BEGIN] = size[tile] * _ranks(counts)
+    pieces[:, _END] = np.minimum(pieces[:, _BEGIN] + size[tile], pieces[:, _END])
     cut = counts > 1
     slots = int(counts[cut].sum())
-    partial = np.full(len(tile), -1)
-    partial[cut[tile]] = np.arange(slots)
-    zero = np.zeros(int(cut.sum()), dtype=np.int64)
-    joined = of[cut]
-    first_slot = np.cumsum(counts[cut]) - counts[cut]
-    splits = np.stack([start[joined], row0[cut], rows[joined], first_slot, counts[cut], zero, zero, zero], axis=1)
-
-    sequence = of[tile]
-    fields = used[sequence], start[sequence], row0[tile], rows[sequence], pos0[sequence], begin, end, partial
-    order = np.argsort(begin - end, kind="stable")
-    return np.stack(fields, axis=1)[order].astype(np.int32), splits.astype(np.int32), slots
+    pieces[cut[tile], _PARTIAL] = np.arange(slots)
+    splits = np.zeros((int(cut.sum()), _WORK_FIELDS), dtype=np.int32)
+    splits[:, :3] = work[cut, 1:4]  # start, first row, rows
+    splits[:, 3] = np.cumsum(counts[cut]) - counts[cut]
+    splits[:, 4] = counts[cut]
+    return pieces, splits, slots
 
 
 def _key_ends(row0: np.ndarray, step: int, group: int, rows: np.ndarray | int, pos0: np.ndarray | int) -> np.ndarray:

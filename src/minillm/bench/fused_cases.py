@@ -15,9 +15,9 @@ from torch import Tensor
 
 from minillm.bench.attention_batch import ERROR_BOUNDS, WrongResultError
 from minillm.memory import cuda_kv_ops
-from minillm.models import cuda_ops
+from minillm.models import cuda_ops, cuda_small_linear
 from minillm.models.config import RopeConfig
-from minillm.models.cuda_ops import SmallLinearConfig
+from minillm.models.cuda_small_linear import SmallLinearConfig
 from minillm.models.layers import RMSNorm, RotaryEmbedding, silu_and_mul
 
 OURS = "minillm"
@@ -382,14 +382,14 @@ RINGS = (64 << 10, 96 << 10, 144 << 10, 192 << 10)
 
 def variants_of(case: Case, device: torch.device) -> Iterator[SmallLinearConfig]:
     """Instances beside the chosen one, each different in one thing: the ring, the tiles, or the place of x."""
-    chosen = cuda_ops.config_for(case.rows, case.n, case.k, case.gated, case.norm, device)
+    chosen = cuda_small_linear.config_for(case.rows, case.n, case.k, case.gated, case.norm, device)
     if chosen is None:
         return
     found = [replace(chosen, ring_bytes=ring) for ring in RINGS]
     found += [replace(chosen, tiles=tiles) for tiles in ((2, 4, 6) if case.gated else (1, 2, 4, 6))]
     if not (case.gated or case.norm):
         found.append(replace(chosen, shared_x=not chosen.shared_x))
-    limit = cuda_ops.shared_limit(device)
+    limit = cuda_small_linear.shared_limit(device)
     for config in found:
         if config != chosen and config.stages > 0 and config.shared_bytes(case.rows, case.k) <= limit:
             yield config

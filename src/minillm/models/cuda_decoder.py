@@ -16,7 +16,9 @@ per layer   x    = rms_norm(residual += x)                     add_rms_norm
 hidden = rms_norm(residual += x)
 ```
 For a few tokens a product is bound by the bytes of its weight, and launches count: then matrix-vector kernels take the
-norm in front and the activation or the residual behind into the product, five launches a layer.
+norm in front and the activation or the residual behind into the product, five launches a layer. For some ten to some
+hundred tokens products take what is behind them, and norms are deferred (:mod:`minillm.models.deferred_norm`): six
+launches a layer.
 
 Nothing is allocated and nothing waits, so a step can be captured in a CUDA graph.
 """
@@ -24,12 +26,13 @@ Nothing is allocated and nothing waits, so a step can be captured in a CUDA grap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.deferred_norm import SQUARES_COLUMNS, DeferredNorm
 from minillm.models.linear import DenseLinear, Linear
 
 if TYPE_CHECKING:
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
 
 MAX_HIDDEN_BYTES = 1 << 16
 """Of a row of hidden states: what the norm's thread block holds in registers."""
+
+_MOST_DEFERRED_COLUMNS = 2048
+"""Hidden size up to which norms are deferred: Llama-3.1-8B's 4,096 took 2% longer so, Qwen3-0.6B's 1,024 5% less."""
+
+_MOST_SIZES = 1024
+"""Step sizes whose products are remembered."""
 
 
 class DecoderOps(Protocol):
@@ -67,11 +76,12 @@ class DecoderOps(Protocol):
         v_cache: Tensor,
         slot_mapping: Tensor,
         q_out: Tensor,
+        deferred: DeferredNorm | None = None,
     ) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) d]: q normed and rotated -> q_out [T, Hq, d], k likewise and v -> their slots."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor, deferred: DeferredNorm | None = None) -> Tensor:
         """[T, 2 I], gate first -> silu(gate) * up, [T, I]."""
         ...
 
@@ -105,6 +115,36 @@ class DecoderOps(Protocol):
         norm: bool = False,
     ) -> bool:
         """Whether `small_linear` takes x [rows, k] with n outputs (gated: n pairs of weight rows)."""
+        ...
+
+    def batch_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        deferred: DeferredNorm | None = None,
+        next_norm: Tensor | None = None,
+        next_deferred: DeferredNorm | None = None,
+    ) -> Tensor:
+        """As `small_linear`, of more rows; the norm of x may be deferred, and that of the residual behind it."""
+        ...
+
+    def supports_batch_linear(
+        self,
+        rows: int,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        gated: bool = False,
+        to_residual: bool = False,
+    ) -> bool:
+        """Whether `batch_linear` is for x [rows, k] with n outputs (gated: n pairs of weight rows)."""
         ...
 
 
@@ -157,6 +197,16 @@ class _Layer:
         self.gate_up, self.down = _Product.of(layer.gate_up), _Product.of(layer.down)
 
 
+class _BatchProducts(NamedTuple):
+    """Which of a layer's products `batch_linear` takes, and whether norms are deferred."""
+
+    qkv: bool
+    output: bool
+    gate_up: bool
+    down: bool
+    norms: bool
+
+
 class Workspace:
     """Activations of a step of up to `capacity` tokens; a step of T tokens uses the first T rows.
 
@@ -177,6 +227,8 @@ class Workspace:
         self.q, self.attended = rows(q_size), rows(q_size)
         self.gate_up = rows(2 * config.intermediate_size)
         self.activated = rows(config.intermediate_size)
+        sums = -(-config.hidden_size // SQUARES_COLUMNS)
+        self.squares = torch.empty((sums, capacity), dtype=torch.float32, device=device)
 
     def first(self, tokens: int) -> _Views:
         """The rows of a step of so many tokens."""
@@ -189,6 +241,7 @@ class Workspace:
             self.attended[:tokens],
             self.gate_up[:tokens],
             self.activated[:tokens],
+            self.squares[:, :tokens],
         )
 
 
@@ -205,6 +258,8 @@ class _Views:
     attended: Tensor
     gate_up: Tensor
     activated: Tensor
+    squares: Tensor
+    """Of rows whose norm is deferred, [ceil(hidden_size / 64), T]."""
 
 
 def why_not(model: object, cache_dtype: torch.dtype) -> str | None:
@@ -245,6 +300,7 @@ class CudaDecoder:
         self._eps = config.rms_norm_eps
         self._head = _Product.of(model.head)
         self._wide_logits = model.device.type == "cuda"  # torch has such products on a GPU alone
+        self._batch_products: dict[int, _BatchProducts] = {}
 
     def workspace(self, capacity: int) -> Workspace:
         """Memory for steps of up to `capacity` tokens."""
@@ -260,8 +316,10 @@ class CudaDecoder:
         tokens = len(input_ids)
         views = workspace.first(tokens)
         self._ops.embed(input_ids, self.model.embedding, views.residual)
-        run = self._few_tokens if self._is_few(tokens) else self._many_tokens
-        last = run(positions, attention, views)
+        if self._is_few(tokens):
+            last = self._few_tokens(positions, attention, views)
+        else:
+            last = self._many_tokens(positions, attention, views, self._products_of(tokens))
         self._ops.add_rms_norm(last, views.residual, self.model.norm.weight, self._eps, views.hidden)
         return views.hidden
 
@@ -297,8 +355,40 @@ class CudaDecoder:
         supports = self._ops.supports_small_linear
         return supports(tokens, n, weight.shape[1], weight.dtype, weight.device, gated=gated, norm=norm)
 
+    def _products_of(self, tokens: int) -> _BatchProducts:
+        """The products of a step that go through `batch_linear`; looked up for every step, so kept by size."""
+        found = self._batch_products.get(tokens)
+        if found is None:
+            layer, supports = self._layers[0], self._ops.supports_batch_linear
+
+            def takes(product: _Product, *, gated: bool = False, to_residual: bool = False) -> bool:
+                (n, k), dtype, device = product.weight.shape, product.weight.dtype, product.weight.device
+                n = n // 2 if gated else n
+                return supports(tokens, n, k, dtype, device, gated=gated, to_residual=to_residual)
+
+            qkv, output = takes(layer.qkv), takes(layer.output, to_residual=True)
+            gate_up, down = takes(layer.gate_up, gated=True), takes(layer.down, to_residual=True)
+            # Reading a large weight takes longer than the norm in front, whose launch is free then. A library's product
+            # adds its bias before the norm could be applied. Rows before their norm may be larger than float16 holds.
+            norms = (
+                (output and down and self.model.config.hidden_size <= _MOST_DEFERRED_COLUMNS)
+                and self.model.dtype != torch.float16
+                and (qkv or layer.qkv.bias is None)
+                and (gate_up or layer.gate_up.bias is None)
+            )
+            found = _BatchProducts(qkv, output, gate_up, down, norms)
+            if len(self._batch_products) < _MOST_SIZES:
+                self._batch_products[tokens] = found
+        return found
+
     def _rotate_and_attend(
-        self, index: int, layer: _Layer, positions: Tensor, attention: WrittenAttention, views: _Views
+        self,
+        index: int,
+        layer: _Layer,
+        positions: Tensor,
+        attention: WrittenAttention,
+        views: _Views,
+        deferred: DeferredNorm | None = None,
     ) -> None:
         """qkv -> attended."""
         rope, q = self.model.rope, views.q.view(self._heads_shape)
@@ -313,24 +403,65 @@ class CudaDecoder:
             *attention.caches[index],
             attention.slot_mapping,
             q,
+            deferred,
         )
         attention.attend_written(index, q, views.attended.view(self._heads_shape))
 
-    def _many_tokens(self, positions: Tensor, attention: WrittenAttention, views: _Views) -> Tensor | None:
+    def _many_tokens(
+        self, positions: Tensor, attention: WrittenAttention, views: _Views, products: _BatchProducts
+    ) -> Tensor | None:
         """All layers; returns what is still to be added to the residual."""
-        ops, eps, residual, hidden, branch = self._ops, self._eps, views.residual, views.hidden, views.branch
-        last = None
+        ops, eps, residual, hidden = self._ops, self._eps, views.residual, views.hidden
+        # Norms that are not deferred leave their rows in the same place.
+        deferred = DeferredNorm(hidden, views.squares, eps) if products.norms else None
+        last, pending = None, None
         for index, layer in enumerate(self._layers):
-            ops.add_rms_norm(last, residual, layer.input_norm, eps, hidden)
-            layer.qkv(hidden, views.qkv)
-            self._rotate_and_attend(index, layer, positions, attention, views)
-            layer.output(views.attended, branch)
-            ops.add_rms_norm(branch, residual, layer.post_attention_norm, eps, hidden)
-            layer.gate_up(hidden, views.gate_up)
-            ops.silu_and_mul(views.gate_up, views.activated)
-            layer.down(views.activated, branch)
-            last = branch
+            if pending is None:
+                ops.add_rms_norm(last, residual, layer.input_norm, eps, hidden)
+            if products.qkv:
+                ops.batch_linear(hidden, layer.qkv.weight, out=views.qkv, bias=layer.qkv.bias, deferred=pending)
+                self._rotate_and_attend(index, layer, positions, attention, views)
+            else:
+                layer.qkv(hidden, views.qkv)
+                self._rotate_and_attend(index, layer, positions, attention, views, pending)
+            norm = layer.post_attention_norm
+            last, pending = self._add(layer.output, views.attended, views, products.output, norm, deferred)
+            if pending is None:
+                ops.add_rms_norm(last, residual, norm, eps, hidden)
+            if products.gate_up:
+                weight, bias, inner = layer.gate_up.weight, layer.gate_up.bias, views.activated
+                ops.batch_linear(hidden, weight, out=inner, bias=bias, gated=True, deferred=pending)
+            else:
+                layer.gate_up(hidden, views.gate_up)
+                ops.silu_and_mul(views.gate_up, views.activated, pending)
+            following = None if index + 1 == len(self._layers) else self._layers[index + 1].input_norm
+            last, pending = self._add(layer.down, views.activated, views, products.down, following, deferred)
         return last
+
+    def _add(
+        self,
+        product: _Product,
+        x: Tensor,
+        views: _Views,
+        batched: bool,
+        norm: Tensor | None,
+        deferred: DeferredNorm | None,
+    ) -> tuple[Tensor | None, DeferredNorm | None]:
+        """Add a product to the residual: (what is still to be added, the norm behind it if it is deferred)."""
+        if not batched:
+            product(x, views.branch)
+            return views.branch, None
+        if norm is None:
+            deferred = None
+        self._ops.batch_linear(
+            x,
+            product.weight,
+            bias=product.bias,
+            residual=views.residual,
+            next_norm=None if deferred is None else norm,
+            next_deferred=deferred,
+        )
+        return None, deferred
 
     def _few_tokens(self, positions: Tensor, attention: WrittenAttention, views: _Views) -> Tensor | None:
         """The same where the weights' bytes are what a product costs."""

@@ -30,6 +30,7 @@ class StepBatch:
     - ``logit_tokens``: the tokens, in order and each once, whose hidden state goes through the output head; of those,
       sampling row i reads number ``logit_rows[i]``, or number i where ``logit_rows`` is None.
     - ``sampling_index``: ``sampling_rows`` as int64 [R].
+    - ``draws``: ``sampling_rows`` and ``output_indices`` as int32 [R], for sampling kernels; None: not sent along.
     - ``padded``: for a padded step ids and positions with the padding behind them; then ``metadata`` is the padded
       step's too.
     """
@@ -44,6 +45,7 @@ class StepBatch:
     sampling_index: Tensor
     sampling_rows: list[int]
     output_indices: list[int]
+    draws: tuple[Tensor, Tensor] | None = None
     padded: tuple[Tensor, Tensor] | None = None
 
     @property

@@ -60,7 +60,7 @@ class CudaBatchBuilder:
         sequences = _sequences(plan, columns) if padding is None else _padded_sequences(plan, columns, padding)
         device = self._upload.together(_message(columns, sequences), padding.target if padding is not None else None)
         input_ids, positions, slots, rows, decode_lens, prefill_lens, prefill_start = device[:7]
-        unknown, unknown_rows, logit_tokens, logit_rows, sampling_index = device[7:]
+        unknown, unknown_rows, logit_tokens, logit_rows, sampling_index, drawn_rows, drawn_indices = device[7:]
         if padding is None:
             longest = max(sequences.decode_lens.max(initial=1), sequences.prefill_lens.max(initial=1))
             max_blocks = -(-int(longest) // self.block_size)
@@ -89,6 +89,7 @@ class CudaBatchBuilder:
             sampling_index=sampling_index,
             sampling_rows=columns.sampling_rows,
             output_indices=columns.output_indices,
+            draws=(drawn_rows, drawn_indices),
             padded=(input_ids, positions) if padding is not None else None,
         )
 
@@ -96,7 +97,7 @@ class CudaBatchBuilder:
     def message_bytes(tokens: int, max_num_seqs: int) -> int:
         """Memory that steps of so many tokens and sequences need at most, padding included."""
         long, ints = np.empty(max_num_seqs, dtype=np.int64), np.empty(max_num_seqs + 1, dtype=np.int32)
-        return packed_bytes([np.empty(tokens, dtype=np.int64)] * 3 + [long] + [ints] * 3 + [long] * 5)
+        return packed_bytes([np.empty(tokens, dtype=np.int64)] * 3 + [long] * 6 + [ints] * 5)
 
     def apply(self, updates: dict[int, int]) -> None:
         """Have the device change its block tables, before anything that is enqueued later reads them."""
@@ -138,6 +139,8 @@ def _message(columns: BatchColumns, sequences: _Sequences) -> list[np.ndarray]:
         np.array(columns.logit_tokens, dtype=np.int64),
         np.array(logit_rows if logit_rows is not None else (), dtype=np.int64),
         np.array(columns.sampling_rows, dtype=np.int64),
+        np.array(columns.sampling_rows, dtype=np.int32),
+        np.array(columns.output_indices, dtype=np.int32),
     ]
 
 

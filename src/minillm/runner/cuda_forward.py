@@ -27,17 +27,16 @@ from minillm.runner.cuda_graphs import StepGraphs, cuda_capture, padded_sizes
 from minillm.runner.device import StepDevice
 from minillm.runner.finite_rows import flag_not_finite
 from minillm.runner.sampler import Sampler
-from minillm.runner.short_steps import ShortSteps
+from minillm.runner.short_steps import ShortSteps, sizes_for
 from minillm.runner.step_handle import StepHandle
 
 logger = logging.getLogger(__name__)
 
 
-def _report_columns(report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a step's report, uint8 [10 * capacity]: tokens int64, rows that could not be sampled, and rows that are
-    not finite, bool [capacity] both."""
-    capacity = len(report) // 10
-    tokens, failed, not_finite = report.split((8 * capacity, capacity, capacity))
+def _report_columns(report: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a step's report, uint8: sampled tokens int64 [rows], rows without one bool [rows], and in what is left,
+    bool, tokens of the batch whose hidden state is not finite."""
+    tokens, failed, not_finite = report.split((8 * rows, rows, len(report) - 9 * rows))
     return tokens.view(torch.int64), failed.view(torch.bool), not_finite.view(torch.bool)
 
 
@@ -72,7 +71,6 @@ class CudaForward:
         self._last_tokens = last_tokens
         capture = cuda_capture(where) if graphs else None
         self.graphs = StepGraphs(padded_sizes(max_num_seqs), capture)
-        self.short = ShortSteps(decoder, attention, max_num_seqs, capture)
         capacity = self.graphs.sizes[-1]
         self.buffers = DecodeBuffers(capacity, attention.table_width, where)
         self._workspace = decoder.workspace(max(max_num_batched_tokens, 1))
@@ -81,8 +79,10 @@ class CudaForward:
         config = decoder.model.config
         self._logits = torch.empty((capacity, config.vocab_size), dtype=torch.float32, device=where)
         # What the host wants to know of a step, for one copy: tokens, then flags.
-        self._report = torch.zeros(10 * capacity, dtype=torch.uint8, device=where)
-        self._tokens, self._failed, self._not_finite = _report_columns(self._report)
+        most_tokens = max(capacity, sizes_for(decoder)[-1])
+        self._report = torch.zeros(9 * capacity + most_tokens, dtype=torch.uint8, device=where)
+        self._tokens, self._failed, self._not_finite = _report_columns(self._report, capacity)
+        self.short = ShortSteps(decoder, attention, max_num_seqs, capture, self._not_finite)
         self._every_row = torch.arange(capacity, device=where)
 
     def run(self, batch: StepBatch) -> Tensor:
@@ -93,6 +93,10 @@ class CudaForward:
         if batch.num_tokens > self._workspace.capacity:
             self._workspace = self._decoder.workspace(batch.num_tokens)
         return self._decoder.forward(batch.input_ids, batch.positions, context, self._workspace)
+
+    def flags(self, batch: StepBatch) -> Tensor:
+        """bool [T], on the device: what :meth:`run` found not finite of the padded batch; until the next call."""
+        return self._not_finite[: batch.num_tokens]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> float32 [R, vocab_size]."""
@@ -133,6 +137,7 @@ class CudaForward:
             sampling_index=buffers.rows[:count],
             sampling_rows=rows,
             output_indices=columns.output_indices,
+            draws=(buffers.sent_rows[:count], buffers.output_indices[:count]),
         )
 
     def decode(self, handle: StepHandle) -> None:
@@ -144,13 +149,13 @@ class CudaForward:
         handle.not_finite = self._not_finite[:count]  # to travel to the host with the tokens
 
     def sample(self, handle: StepHandle, sampler: Sampler) -> bool:
-        """Sample a decode step whose rows ask for nothing but a draw, with what is on the device already.
+        """Sample a step whose rows ask for nothing but a draw, with what is on the device already.
 
         False, with nothing done, where there is more to it: edits of the logits, scores, no kernels for it.
         """
-        batch, buffers, kernels = handle.batch, self.buffers, sampler.kernels
+        batch, kernels = handle.batch, sampler.kernels
         assert handle.logits is not None
-        if kernels is None or sampler.state.slot_params is None:
+        if kernels is None or sampler.state.slot_params is None or batch.draws is None:
             return False
         rows = np.array(batch.sampling_rows, dtype=np.int64)
         if not sampler.state.assigned[rows].all():
@@ -158,12 +163,11 @@ class CudaForward:
         kinds = sampler.kinds(rows)
         if len(kinds.scored) or kinds.may_edit(np.array(batch.output_indices, dtype=np.int64)):
             return False
-        count = batch.num_tokens
+        count = len(rows)
         tokens = self._tokens[:count]
         kernels.sample(
             handle.logits,
-            buffers.sent_rows[:count],
-            buffers.output_indices[:count],
+            *batch.draws,
             sampler.state.slot_params.on_device(),
             tokens,
             self._failed[:count],
@@ -171,8 +175,9 @@ class CudaForward:
             filtered=kinds.filtered,
         )
         self._last_tokens.index_copy_(0, batch.sampling_index, tokens)
-        columns = _report_columns(self._device.to_host(self._report))
-        handle.tokens, handle.unsampled, handle.not_finite = (column[:count] for column in columns)
+        tokens, failed, not_finite = _report_columns(self._device.to_host(self._report), len(self._tokens))
+        handle.tokens, handle.unsampled = tokens[:count], failed[:count]
+        handle.not_finite = not_finite[: batch.num_tokens]
         return True
 
     def warm_up(self) -> None:

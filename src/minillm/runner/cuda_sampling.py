@@ -86,7 +86,9 @@ class SlotParams:
         if self._changed:
             slots = np.array(sorted(self._changed), dtype=np.int64)
             self._changed.clear()
-            self._device.index_copy_(0, self._upload(slots), self._upload(self._words[slots]))
+            count = len(slots)
+            sent = self._upload(np.concatenate((slots, self._words[slots].reshape(-1))))
+            self._device.index_copy_(0, sent[:count], sent[count:].view(count, -1))
         return self._device
 
 

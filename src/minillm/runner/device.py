@@ -62,7 +62,7 @@ class CpuDevice:
         return contextlib.nullcontext()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return tensor.clone()  # as on a GPU, where the next step may overwrite the tensor
 
     def mark(self) -> Mark:
         return time.perf_counter()

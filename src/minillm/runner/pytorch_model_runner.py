@@ -204,6 +204,8 @@ class PyTorchModelRunner:
                 if handle.hidden is not None:
                     self._look_for_not_finite(handle, handle.hidden)
                     self._score_prompts(handle, handle.hidden)
+                    if handle.batch.padded is not None and handle.batch.sampling_rows:
+                        handle.logits = self._logits(handle.hidden, handle.batch)
             handle.marks = [start, self._device.mark()]
         for index, row in enumerate(handle.batch.sampling_rows) if assign_errors else ():
             if row in assign_errors:
@@ -407,6 +409,11 @@ class PyTorchModelRunner:
 
     def _look_for_not_finite(self, handle: StepHandle, hidden: Tensor) -> None:
         """Fail every row with a hidden state that is not finite, or leave that to `collect`."""
+        if self.cuda_forward is not None and handle.batch.padded is not None:
+            flags = self.cuda_forward.flags(handle.batch)
+            # Those of a step that samples travel with its tokens.
+            handle.not_finite = flags if handle.batch.sampling_rows else self._device.to_host(flags)
+            return
         if self._asynchronous:
             flags = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
             handle.not_finite = self._device.to_host(flag_not_finite(hidden, flags))

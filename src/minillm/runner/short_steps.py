@@ -24,6 +24,7 @@ from minillm.models.cuda_decoder import CudaDecoder
 from minillm.runner.batch_builder import StepBatch
 from minillm.runner.cuda_batch_builder import CudaBatchBuilder, Padding
 from minillm.runner.cuda_graphs import Capture, StepGraphs
+from minillm.runner.finite_rows import flag_not_finite
 
 SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Tokens to pad to; padding costs what its share of a step does."""
@@ -50,11 +51,18 @@ class ShortSteps:
     """
 
     def __init__(
-        self, decoder: CudaDecoder, attention: CudaAttention, max_num_seqs: int, capture: Capture | None
+        self,
+        decoder: CudaDecoder,
+        attention: CudaAttention,
+        max_num_seqs: int,
+        capture: Capture | None,
+        not_finite: Tensor,
     ) -> None:
+        """`not_finite` bool [as many tokens as there may be] gets flags of tokens whose hidden state is not finite."""
         sizes = sizes_for(decoder)
         self.prefills, self.mixed = StepGraphs(sizes, capture), StepGraphs(sizes, capture)
         self._decoder, self._attention, self._max_num_seqs = decoder, attention, max_num_seqs
+        self._not_finite = not_finite
         self.enabled = attention.prefill_layout is not None
         self._layout: object = None
         most, device = sizes[-1], decoder.model.device
@@ -72,14 +80,15 @@ class ShortSteps:
         return Padding(size, min(size, self._max_num_seqs), self._message)
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Hidden states [T, hidden_size] of a padded batch, valid until the next call."""
+        """Hidden states [T, hidden_size] of a padded batch, valid until the next call; flags what is not finite."""
         assert batch.padded is not None
         attention, (input_ids, positions) = self._attention, batch.padded
         attention.begin_padded(batch.metadata, self._tables)
 
         def step(_: int) -> None:
             attention.gather_tables()
-            self._decoder.forward(input_ids, positions, attention, self._workspace)
+            hidden = self._decoder.forward(input_ids, positions, attention, self._workspace)
+            flag_not_finite(hidden, self._not_finite[: len(hidden)])
 
         layout, size = attention.prefill_layout, len(input_ids)
         if layout is None:  # a long context in pieces

@@ -4,6 +4,7 @@
 
 #include "activation.cuh"
 #include "common.cuh"
+#include "deferred_norm.cuh"
 #include "dependent_launch.cuh"
 
 // 16 / sizeof(T) floats, as they lie in float32 memory.
@@ -39,7 +40,7 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 embed(float* residual, const i64* ids, const T* __restrict__ embedding, i64 vocab, int hidden) {
     wait_for_previous_grid();
-    let_next_grid_start();
+    let_next_grid_start();  // behind the wait: paged_decode's `history_ready` builds on it
     const i64 token = blockIdx.x, id = ids[token];
     const bool known = u64(id) < u64(vocab);
     const T* const row = embedding + (known ? id : 0) * hidden;
@@ -72,8 +73,8 @@ add_rms_norm(T* out, float* residual, const T* x, const float* __restrict__ weig
             if (first + n * step < hidden) load_floats<T>(weight + first + n * step, w[n]);
         }
     }
-    wait_for_previous_grid();
     let_next_grid_start();
+    wait_for_previous_grid();
 
     float* const residual_row = residual + token * hidden;
     const T* const x_row = x + token * x_stride;
@@ -117,22 +118,27 @@ add_rms_norm(T* out, float* residual, const T* x, const float* __restrict__ weig
 }
 
 // out[t, i] = T(silu(gate_up[t, i]) * gate_up[t, inner + i]), in float32 with one rounding. gate_up at gate_up_stride,
-// out [T, inner]. grid (ceil(inner / (blockDim.x * kPer16B<T>)), min(T, 65535)).
+// out [T, inner]. With `squares`, gate_up is first multiplied by its row's 1 / rms (deferred_norm.cuh). grid
+// (ceil(inner / (blockDim.x * kPer16B<T>)), min(T, 65535)).
 template <typename T>
 __global__ void __launch_bounds__(256)
-silu_and_mul(T* out, const T* gate_up, i64 num_tokens, i64 gate_up_stride, int inner) {
-    wait_for_previous_grid();
+silu_and_mul(T* out, const T* gate_up, const float* squares, i64 num_tokens, i64 gate_up_stride, int inner,
+             int squares_stride, int hidden, float eps) {
     let_next_grid_start();
+    wait_for_previous_grid();
     const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kPer16B<T>;
-    if (at >= inner) return;
     for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
         const T* const row = gate_up + token * gate_up_stride + at;
         float gate[kPer16B<T>], up[kPer16B<T>];
-        const uint4 raw_gate = load16(row), raw_up = load16(row + inner);
+        const bool inside = at < inner;
+        const uint4 raw_gate = inside ? load16(row) : make_uint4(0, 0, 0, 0);
+        const uint4 raw_up = inside ? load16(row + inner) : make_uint4(0, 0, 0, 0);
+        const float scale = squares == nullptr ? 1.0f : warp_rms_scale(squares + token, squares_stride, hidden, eps);
+        if (!inside) continue;
         unpack16<T>(raw_gate, gate);
         unpack16<T>(raw_up, up);
 #pragma unroll
-        for (int i = 0; i < kPer16B<T>; ++i) gate[i] = silu_times(gate[i], up[i]);
+        for (int i = 0; i < kPer16B<T>; ++i) gate[i] = silu_times(gate[i] * scale, up[i] * scale);
         store16(out + token * inner + at, pack16<T>(gate));
     }
 }

@@ -9,7 +9,8 @@
 // compiler concludes that the memory never changes during the kernel, and may move loads in front of the wait.
 //
 // let_next_grid_start() says that the next kernel's blocks may be placed as soon as all blocks of this one have said so
-// or ended. It promises nothing about memory.
+// or ended. It promises nothing about memory. Said in front of the wait, it lets a chain of kernels gather: each has its
+// blocks where there is room, and its constants on their way, before the first one has ended.
 #pragma once
 
 __device__ __forceinline__ void wait_for_previous_grid() {

@@ -50,6 +50,14 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ void tma_load_2d(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+            "r"(dst),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_load_3d(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -66,6 +74,25 @@ __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap* map, u32 b
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+
+__device__ __forceinline__ void tma_load_2d_hint(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%3, %4}], [%2], %5;" ::"r"(dst),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_hint(u32 dst, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+        : "memory");
+}
+
+// Cache policies for the hint: what createpolicy.fractional gives for all of the data (CUTLASS' TMA::CacheHintSm90).
+constexpr u64 kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12f0000000000000;
 
 // ---- Warpgroups ------------------------------------------------------------------------------------------------
 
@@ -134,30 +161,48 @@ struct Wgmma;
 
 #define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
                 "+f"(d[i + 6]), "+f"(d[i + 7])
-#define ACC16(i) ACC8(i), ACC8(i + 8)
-#define ACC32(i) ACC16(i), ACC16(i + 16)
-#define ACC64(i) ACC32(i), ACC32(i + 32)
 
-#define REGS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define REGS_16 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGS_32 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define REGS_48 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGS_64 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define REGS_80 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define REGS_96 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define REGS_112 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define REGS_32_TO_39 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define REGS_0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGS_8 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS_16 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define REGS_24 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS_32 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define REGS_40 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define REGS_48 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define REGS_56 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS_64 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define REGS_72 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define REGS_80 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define REGS_88 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define REGS_96 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define REGS_104 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define REGS_112 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define REGS_120 "%120, %121, %122, %123, %124, %125, %126, %127"
 
-#define REGS_FOR_64 REGS_0 ", " REGS_16
-#define ACC_FOR_64 ACC32(0)
-#define REGS_FOR_80 REGS_0 ", " REGS_16 ", " REGS_32_TO_39
-#define ACC_FOR_80 ACC32(0), ACC8(32)
-#define REGS_FOR_96 REGS_0 ", " REGS_16 ", " REGS_32
-#define ACC_FOR_96 ACC32(0), ACC16(32)
-#define REGS_FOR_128 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48
-#define ACC_FOR_128 ACC64(0)
-#define REGS_FOR_256 REGS_0 ", " REGS_16 ", " REGS_32 ", " REGS_48 ", " REGS_64 ", " REGS_80 ", " REGS_96 ", " REGS_112
-#define ACC_FOR_256 ACC64(0), ACC64(64)
+#define REGS_FOR_16 REGS_0
+#define ACC_FOR_16 ACC8(0)
+#define REGS_FOR_32 REGS_FOR_16 ", " REGS_8
+#define ACC_FOR_32 ACC_FOR_16, ACC8(8)
+#define REGS_FOR_48 REGS_FOR_32 ", " REGS_16
+#define ACC_FOR_48 ACC_FOR_32, ACC8(16)
+#define REGS_FOR_64 REGS_FOR_48 ", " REGS_24
+#define ACC_FOR_64 ACC_FOR_48, ACC8(24)
+#define REGS_FOR_80 REGS_FOR_64 ", " REGS_32
+#define ACC_FOR_80 ACC_FOR_64, ACC8(32)
+#define REGS_FOR_96 REGS_FOR_80 ", " REGS_40
+#define ACC_FOR_96 ACC_FOR_80, ACC8(40)
+#define REGS_FOR_112 REGS_FOR_96 ", " REGS_48
+#define ACC_FOR_112 ACC_FOR_96, ACC8(48)
+#define REGS_FOR_128 REGS_FOR_112 ", " REGS_56
+#define ACC_FOR_128 ACC_FOR_112, ACC8(56)
+#define REGS_FOR_160 REGS_FOR_128 ", " REGS_64 ", " REGS_72
+#define ACC_FOR_160 ACC_FOR_128, ACC8(64), ACC8(72)
+#define REGS_FOR_192 REGS_FOR_160 ", " REGS_80 ", " REGS_88
+#define ACC_FOR_192 ACC_FOR_160, ACC8(80), ACC8(88)
+#define REGS_FOR_224 REGS_FOR_192 ", " REGS_96 ", " REGS_104
+#define ACC_FOR_224 ACC_FOR_192, ACC8(96), ACC8(104)
+#define REGS_FOR_256 REGS_FOR_224 ", " REGS_112 ", " REGS_120
+#define ACC_FOR_256 ACC_FOR_224, ACC8(112), ACC8(120)
 
 // X0 to X4: names of the operands after the accumulators.
 #define DEFINE_WGMMA(T, TYPE, N, REGS, ACC, X0, X1, X2, X3, X4)                                                       \
@@ -178,13 +223,27 @@ struct Wgmma;
         }                                                                                                             \
     };
 
+DEFINE_WGMMA(__half, "f16", 16, REGS_FOR_16, ACC_FOR_16, "%8", "%9", "%10", "%11", "%12")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 16, REGS_FOR_16, ACC_FOR_16, "%8", "%9", "%10", "%11", "%12")
+DEFINE_WGMMA(__half, "f16", 32, REGS_FOR_32, ACC_FOR_32, "%16", "%17", "%18", "%19", "%20")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 32, REGS_FOR_32, ACC_FOR_32, "%16", "%17", "%18", "%19", "%20")
+DEFINE_WGMMA(__half, "f16", 48, REGS_FOR_48, ACC_FOR_48, "%24", "%25", "%26", "%27", "%28")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 48, REGS_FOR_48, ACC_FOR_48, "%24", "%25", "%26", "%27", "%28")
 DEFINE_WGMMA(__half, "f16", 64, REGS_FOR_64, ACC_FOR_64, "%32", "%33", "%34", "%35", "%36")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 64, REGS_FOR_64, ACC_FOR_64, "%32", "%33", "%34", "%35", "%36")
 DEFINE_WGMMA(__half, "f16", 80, REGS_FOR_80, ACC_FOR_80, "%40", "%41", "%42", "%43", "%44")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 80, REGS_FOR_80, ACC_FOR_80, "%40", "%41", "%42", "%43", "%44")
 DEFINE_WGMMA(__half, "f16", 96, REGS_FOR_96, ACC_FOR_96, "%48", "%49", "%50", "%51", "%52")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 96, REGS_FOR_96, ACC_FOR_96, "%48", "%49", "%50", "%51", "%52")
+DEFINE_WGMMA(__half, "f16", 112, REGS_FOR_112, ACC_FOR_112, "%56", "%57", "%58", "%59", "%60")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 112, REGS_FOR_112, ACC_FOR_112, "%56", "%57", "%58", "%59", "%60")
 DEFINE_WGMMA(__half, "f16", 128, REGS_FOR_128, ACC_FOR_128, "%64", "%65", "%66", "%67", "%68")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 128, REGS_FOR_128, ACC_FOR_128, "%64", "%65", "%66", "%67", "%68")
+DEFINE_WGMMA(__half, "f16", 160, REGS_FOR_160, ACC_FOR_160, "%80", "%81", "%82", "%83", "%84")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 160, REGS_FOR_160, ACC_FOR_160, "%80", "%81", "%82", "%83", "%84")
+DEFINE_WGMMA(__half, "f16", 192, REGS_FOR_192, ACC_FOR_192, "%96", "%97", "%98", "%99", "%100")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 192, REGS_FOR_192, ACC_FOR_192, "%96", "%97", "%98", "%99", "%100")
+DEFINE_WGMMA(__half, "f16", 224, REGS_FOR_224, ACC_FOR_224, "%112", "%113", "%114", "%115", "%116")
+DEFINE_WGMMA(__nv_bfloat16, "bf16", 224, REGS_FOR_224, ACC_FOR_224, "%112", "%113", "%114", "%115", "%116")
 DEFINE_WGMMA(__half, "f16", 256, REGS_FOR_256, ACC_FOR_256, "%128", "%129", "%130", "%131", "%132")
 DEFINE_WGMMA(__nv_bfloat16, "bf16", 256, REGS_FOR_256, ACC_FOR_256, "%128", "%129", "%130", "%131", "%132")

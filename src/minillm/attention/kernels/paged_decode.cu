@@ -288,13 +288,16 @@ constexpr int kResidentBlocks = kDim == 256 ? 1 : 2;
 
 // Arguments as in Args. grid: multiprocessors * resident blocks. Strides in elements, spill_stride in float4. window 0:
 // none; cap_log2 0: no soft cap. `plan` was made by paged_decode_plan for this window, or without one.
+//
+// `history_ready`: once the launches in front of this one have started, plan and tables are complete, and K and V but for
+// each sequence's last token. Then copies start before the wait for them.
 template <typename T, int kDim, int kStages>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDim>)
 paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* tables, const int4* plan,
              float4* partials, float4* spill, int* arrivals, int* counters, i64 table_stride,
              i64 q_stride, i64 out_stride, i64 spill_stride, u32 block_stride, Divisor head_items, Divisor chunks,
-             int max_items, int group, int block_shift, int window, float scale_log2, float cap_log2,
-             float scale_by_cap) {
+             int max_items, int group, int block_shift, int window, int history_ready, float scale_log2,
+             float cap_log2, float scale_by_cap) {
     using S = Shape<kDim>;
     constexpr int kAhead = kStages + 3;  // the copies of item k + kStages end with looking up the number two further
     static_assert(2 * kAhead <= kRing, "numbers are kept until the computing half is done with them");
@@ -310,7 +313,7 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
     int* const ring = reinterpret_cast<int*>(shared_sums + kWarps * 4);
     bool& is_last = *reinterpret_cast<bool*>(ring + kRing);
 
-    wait_for_previous_grid();
+    if (!history_ready) wait_for_previous_grid();
     let_next_grid_start();
     // A plan has room for an entry of each thread block, so it is read before the plan's length is known.
     const int4 header = load_now(plan);
@@ -318,7 +321,10 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
     const int shift = header.y, plan_window = header.z;
     const int tiles_shift = min(S::kTilesShift, shift - kMinItemShift);
     const Schedule<kAhead> schedule{header.x * int(head_items.divisor), ring};
-    if (int(blockIdx.x) >= schedule.total) return;
+    if (int(blockIdx.x) >= schedule.total) {
+        wait_for_previous_grid();  // no launch ends before those in front of it
+        return;
+    }
     int stage = 0, number = blockIdx.x, next_number = schedule.number(1);
     int4 next_entry = {};
     if (next_number < schedule.total) next_entry = load_now(plan + 1 + head_items.quotient(next_number));
@@ -339,9 +345,13 @@ paged_decode(T* out, const T* q, const T* k_cache, const T* v_cache, const int* 
             to[step][1] = used ? *reinterpret_cast<const u32*>(row + step * 16 + 8) : 0;
         }
     };
-    fetch_q(entry.x, head_items.remainder(blockIdx.x), q_operand);
 #pragma unroll 1
-    for (int i = 0; i < kStages; ++i) loader.issue(stages + i * S::kStageBytes);
+    for (int i = 0; i < kStages; ++i) {
+        if (loader.reads_last_token()) wait_for_previous_grid();
+        loader.issue(stages + i * S::kStageBytes);
+    }
+    wait_for_previous_grid();
+    fetch_q(entry.x, head_items.remainder(blockIdx.x), q_operand);
 
     for (int k = 0;; ++k) {
         Item item;

@@ -64,7 +64,9 @@ struct Schedule {
 
     __device__ __forceinline__ bool dynamic() const { return total > kAhead * int(gridDim.x); }
     __device__ __forceinline__ int number(int k) const {
-        return k < kAhead || !dynamic() ? blockIdx.x + k * gridDim.x : ring[k % kRing];
+        if (k >= kAhead && dynamic()) return ring[k % kRing];
+        // Items become shorter: who had the longest one of a round gets the shortest of the next.
+        return k * gridDim.x + (k % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     }
 };
 
@@ -193,6 +195,11 @@ struct Loader {
                 else cp_async16(to, from, token + row >= item.begin && token + row < item.end);
             }
         }
+    }
+
+    // Whether the next tile has its sequence's last token.
+    __device__ __forceinline__ bool reads_last_token() const {
+        return number < schedule.total && token_at(item, position, tiles_shift) + kTile >= item.len;
     }
 
     // Starts the copy of the next tile into `stage`. One group of cp.async per call, an empty one if there is nothing.

@@ -10,6 +10,7 @@
 
 constexpr int kSizes = 16;  // S is one of 64 * 2^0 .. 64 * 2^15
 constexpr int kPlanThreads = 256;
+constexpr int kBucketShift = 5;  // the last items of sequences are ordered by size in steps of S / 32
 
 // Sum of `value` over the threads before this one; `total` is over all. `scratch` has an int per warp.
 __device__ int block_scan(int value, int* scratch, int& total) {
@@ -64,11 +65,12 @@ __global__ void __launch_bounds__(kPlanThreads)
 paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, const int* __restrict__ windows,
                   int num_seqs, int capacity, int max_items, int heads, int grid, int forced_shift,
                   float token_bytes_ns, float token_ns, float item_ns, float level_ns) {
-    __shared__ int scratch[kWarp], entries_of[kSizes], slots_of[kSizes], longest, best;
+    __shared__ int scratch[kWarp], entries_of[kSizes], slots_of[kSizes], last_items[kWarp], longest, best;
     __shared__ unsigned long long tokens;
     int4* const plan = plans + i64(blockIdx.x) * (capacity + 1);
     const int window = windows[blockIdx.x], lane = threadIdx.x % kWarp;
     if (threadIdx.x < kSizes) entries_of[threadIdx.x] = slots_of[threadIdx.x] = 0;
+    if (threadIdx.x < kWarp) last_items[threadIdx.x] = 0;
     if (threadIdx.x == 0) longest = 0, tokens = 0;
     __syncthreads();
 
@@ -103,7 +105,31 @@ paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, co
     }
     __syncthreads();
 
+    // Whole items first, then what is left of each sequence, the longest first: thread blocks take items in this order,
+    // so what they end with is short.
     const int shift = kMinItemShift + best;
+    const auto bucket_of = [&](int len, const Span& span) {
+        const int missing = (span.end << shift) - len;  // of the last item's S tokens
+        return min(missing >> (shift - kBucketShift), kWarp - 1);
+    };
+    for (int s = threadIdx.x; s < num_seqs; s += kPlanThreads) {
+        const int len = seq_lens[s];
+        if (len >= 0) atomicAdd(&last_items[bucket_of(len, item_span(len, window, shift))], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+        const int count = last_items[lane];
+        int end = count;
+#pragma unroll
+        for (int offset = 1; offset < kWarp; offset *= 2) {
+            const int below = __shfl_up_sync(kFullWarp, end, offset);
+            if (lane >= offset) end += below;
+        }
+        const int sequences = __shfl_sync(kFullWarp, end, kWarp - 1);
+        last_items[lane] = entries_of[best] - sequences + end - count;  // from here on: the next place
+    }
+    __syncthreads();
+
     int entries_before = 0, slots_before = 0;
     for (int first = 0; first < num_seqs; first += kPlanThreads) {
         const int s = first + threadIdx.x;
@@ -111,12 +137,16 @@ paged_decode_plan(int4* __restrict__ plans, const int* __restrict__ seq_lens, co
         const Span span = item_span(len, window, shift);
         const int count = given >= 0 ? span.end - span.begin : 0;
         int entries, several;
-        const int entry = entries_before + block_scan(count, scratch, entries);
+        const int entry = entries_before + block_scan(max(count - 1, 0), scratch, entries);
         const int slot = slots_before + block_scan(count > 1 ? count : 0, scratch, several);
+        if (count) {
+            const int place = atomicAdd(&last_items[bucket_of(len, span)], 1);
+            plan[1 + place] = make_int4(s, (span.end - 1) << shift, len, count > 1 ? slot : -1);
+        }
         for (int owner = 0; owner < kWarp; ++owner) {  // a warp writes the entries of one sequence after the other
-            const int from = __shfl_sync(kFullWarp, entry, owner), number = __shfl_sync(kFullWarp, count, owner);
+            const int from = __shfl_sync(kFullWarp, entry, owner), number = __shfl_sync(kFullWarp, count, owner) - 1;
             const int begin = __shfl_sync(kFullWarp, span.begin, owner), of_len = __shfl_sync(kFullWarp, len, owner);
-            const int of_slot = __shfl_sync(kFullWarp, count > 1 ? slot : -1, owner);
+            const int of_slot = __shfl_sync(kFullWarp, slot, owner);
             for (int i = lane; i < number; i += kWarp)
                 plan[1 + from + i] = make_int4(s - lane + owner, (begin + i) << shift, of_len, of_slot);
         }

@@ -9,6 +9,7 @@
 // which rotate with each other. cos and sin are computed once per thread block and token.
 
 #include "common.cuh"
+#include "deferred_norm.cuh"
 #include "dependent_launch.cuh"
 
 constexpr int kThreads = 256;
@@ -44,15 +45,16 @@ __device__ __forceinline__ float rounded(float x) {
 // qkv [T, (num_q + 2 * num_kv) * head_dim] at qkv_stride; q_weight, k_weight float32 [head_dim], both or neither null; positions int64
 // or int32 [T]; inv_freq float32 [head_dim / 2]; caches [blocks, num_kv, block_size, head_dim], blocks at block_stride;
 // q_out [T, num_q, head_dim] in the cache's type, since attention takes it in that. A token whose slot is outside
-// [0, num_slots), such as padding's -1, writes its q alone.
+// [0, num_slots), such as padding's -1, writes its q alone. With `squares`, qkv is first multiplied by its row's 1 / rms
+// over `hidden` columns (deferred_norm.cuh).
 // grid (T, parts): part p has heads p, p + parts, ... of each round of kThreads / lanes heads. head_dim <= 8 * lanes.
 template <typename T, typename Cache>
 __global__ void __launch_bounds__(kThreads)
 qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, const float* __restrict__ q_weight,
                    const float* __restrict__ k_weight, const void* positions, const float* __restrict__ inv_freq,
-                   const i64* slot_mapping, i64 num_slots, i64 qkv_stride, i64 block_stride,
+                   const i64* slot_mapping, const float* squares, i64 num_slots, i64 qkv_stride, i64 block_stride,
                    int positions_are_long, int num_q, int num_kv, int head_dim, int block_size, int lanes,
-                   float attention_factor, float eps) {
+                   int squares_stride, int hidden, float attention_factor, float eps, float squares_eps) {
     __shared__ __align__(16) float cosines[kMaxHalf], sines[kMaxHalf];
     const int half = head_dim / 2, heads = num_q + 2 * num_kv;
     const int lane = threadIdx.x % lanes, dim = 4 * lane;
@@ -66,8 +68,11 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
             weights[1][i].load(k_weight + i * half + dim);
         }
     }
+    // Of a few tokens, attention's blocks would keep those of the product behind it from fetching weights.
+    const bool few = gridDim.x <= 8;
+    if (!few) let_next_grid_start();
     wait_for_previous_grid();
-    let_next_grid_start();
+    if (few) let_next_grid_start();
 
     // All loads before the first use: each is a trip to L2.
     const i64 token = blockIdx.x;
@@ -84,6 +89,8 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
         }
     };
     load(first_head);
+    const float row_scale =
+        squares == nullptr ? 1.0f : warp_rms_scale(squares + token, squares_stride, hidden, squares_eps);
     if (threadIdx.x < half) {
         float sine, cosine;
         sincosf(float(position) * frequency, &sine, &cosine);
@@ -100,6 +107,8 @@ qk_norm_rope_write(Cache* q_out, Cache* k_cache, Cache* v_cache, const T* qkv, c
         const bool present = active && head < heads;
         Quad<T> low = next_low, high = next_high;
         load(head + per_round);  // in front of this round's stores, which the compiler must keep in their place
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low.v[i] *= row_scale, high.v[i] *= row_scale;
         if (q_weight != nullptr) {
             float sum = 0.0f;
 #pragma unroll
