@@ -95,15 +95,3 @@ def test_terms_that_no_run_has_cost_nothing():
     runs = [{**dict.fromkeys(step_cost.TERMS, 0), "steps": n} for n in (10, 20, 30)]
     assert step_cost.fit(runs, [0.1, 0.2, 0.3]).seconds["steps"] == pytest.approx(0.01)
     assert step_cost.fit(runs, [0.1, 0.2, 0.3]).seconds["swaps"] == 0.0
-
-
-def test_a_setting_is_predicted_from_the_others_alone():
-    runs, seconds = planted_runs(0.02)
-    groups = [index % 6 for index in range(len(runs))]
-    spoiled = [s * (5 if group == 0 else 1) for s, group in zip(seconds, groups, strict=True)]
-    predicted = step_cost.leave_one_out(runs, spoiled, groups)
-    mine = [index for index, group in enumerate(groups) if group == 0]
-    # What was done to group 0 must not be in its own prediction.
-    assert step_cost.share_within([predicted[i] for i in mine], [seconds[i] for i in mine], 0.1) == 1.0
-    with pytest.raises(ValueError, match="two groups"):
-        step_cost.leave_one_out(runs, seconds, [0] * len(runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,22 @@ def test_environment_says_where_and_when() -> None:
     assert columns["device"] == "some cpu"
     assert set(columns) == {"date", "commit", "device", "cores", "python", "torch", "transformers"}
     assert all(columns.values())
+
+
+def test_only_changes_of_the_package_make_a_commit_dirty(tmp_path: Path) -> None:
+    package, results = tmp_path / "src", tmp_path / "results"
+    for folder in (package, results):
+        folder.mkdir()
+        (folder / "file").write_text("first\n")
+    who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    clean = common.describe(package)
+    assert len(clean) >= 7 and "-" not in clean
+    (results / "file").write_text("second\n")
+    (package / "new").write_text("not tracked\n")
+    assert common.describe(package) == clean
+    (package / "file").write_text("second\n")
+    assert common.describe(package) == f"{clean}-dirty"
+    with pytest.raises(subprocess.CalledProcessError):
+        common.describe(Path("/"))

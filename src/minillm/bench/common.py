@@ -28,24 +28,30 @@ RESULTS = Path("benchmarks/results")
 
 
 def commit() -> str:
-    """Short commit of the source tree, with `-dirty` if files differ; the package's version outside a checkout.
+    """Short commit of the source tree, with `-dirty` if the package's own files differ (results and documents do not
+    count: one program's results are there when the next begins); the package's version outside a checkout.
 
     `MINILLM_COMMIT` overrides it, for machines that get the sources without their history.
     """
     if "MINILLM_COMMIT" in os.environ:
         return os.environ["MINILLM_COMMIT"]
-    here = Path(__file__).resolve().parent
     try:
-        described = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        return described.stdout.strip()
+        return describe(Path(__file__).resolve().parents[1])
     except (OSError, subprocess.SubprocessError):
         return package_version("minillm-runtime")
+
+
+def describe(folder: Path) -> str:
+    """Short commit of the checkout that `folder` is in, with `-dirty` if tracked files in the folder differ from it."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+    return git("describe", "--always", "--exclude", "*") + ("-dirty" if changed else "")
 
 
 def clock_name(cpu_time: bool) -> str:

@@ -1,15 +1,14 @@
 """A regression that explains what a run's time went to: so much per step, per row, per token, per block.
 
 The model of a run's seconds is linear in what the run did (:data:`TERMS`), with coefficients >= 0, fitted to relative
-errors. A prediction is only worth something for runs that were not fitted: :func:`leave_one_out` predicts the runs of
-each setting with the coefficients of all the other settings.
+errors. A prediction is only worth something for runs that were not fitted: the study predicts the runs of each setting
+with the coefficients of all the other settings (:func:`minillm.bench.stress_analysis.fit_cost`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 TERMS = ("steps", "prefill_steps", "decode_rows", "prefill_tokens", "swaps", "swapped_blocks")
 """Counts of a run that cost time.
@@ -63,22 +62,3 @@ def fit(runs: Sequence[Counts], seconds: Sequence[float], terms: Sequence[str] =
     costs = dict.fromkeys(terms, 0.0)
     costs.update({terms[index]: float(cost) for index, cost in zip(kept, solution, strict=True)})
     return StepCost(costs)
-
-
-def leave_one_out(
-    runs: Sequence[Counts], seconds: Sequence[float], groups: Sequence[Any], terms: Sequence[str] = TERMS
-) -> list[float]:
-    """Predicted seconds of each run, by the fit to the runs of all other groups (at least two groups)."""
-    if len(set(groups)) < 2:
-        raise ValueError("predicting a group from the others needs at least two groups")
-    models = {}
-    for left_out in dict.fromkeys(groups):
-        others = [index for index, group in enumerate(groups) if group != left_out]
-        models[left_out] = fit([runs[index] for index in others], [seconds[index] for index in others], terms)
-    return [models[group].predict(run) for run, group in zip(runs, groups, strict=True)]
-
-
-def share_within(predicted: Sequence[float], measured: Sequence[float], tolerance: float = 0.1) -> float:
-    """Share of the runs whose prediction is within `tolerance` of what was measured."""
-    close = [abs(p - m) <= tolerance * m for p, m in zip(predicted, measured, strict=True)]
-    return sum(close) / len(close)

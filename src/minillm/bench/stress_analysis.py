@@ -4,8 +4,10 @@ All functions take the rows of the CSV file (:func:`minillm.bench.stress.read`),
 
 **The machine's speed.** On a machine that others use, a run may take a third longer than the same run a minute before.
 Each run has a probe, the mean time of one small fixed run that is repeated within it (:mod:`minillm.bench.pulse`), and
-:func:`steadied` puts all runs at the median speed: times are divided by the run's probe over the median probe. The
-probe knows nothing of the run's own time, so a prediction from other runs' times and this run's probe is a prediction.
+:func:`steadied` puts all runs at the median speed: times are divided by ``(probe / median probe) ** response``. What
+slows a machine down (another process in the caches, a full memory bus) does not slow every program down alike, so the
+`response` of the runs to the probe is fitted, within the settings (:func:`response`). The probe knows nothing of the
+run's own time, and a prediction takes costs and response from the runs of other settings.
 """
 
 from __future__ import annotations
@@ -44,23 +46,41 @@ _TIMES = ("seconds", "ttft_small_p50", "ttft_large_p50")
 _RATES = ("output_tok_per_s",)
 
 
+def response(rows: Rows) -> float:
+    """Per cent that runs take longer where the probe takes one per cent longer.
+
+    Least squares of the logarithms, each less its setting's mean, so that no difference between settings counts. 1 if
+    the probe never changed; kept within 0 and 2.
+    """
+    probes: list[float] = []
+    seconds: list[float] = []
+    for mine in by_setting(rows).values():
+        for name, values in (("probe_seconds", probes), ("seconds", seconds)):
+            logs = [math.log(number) for number in column(mine, name)]
+            values += [number - statistics.fmean(logs) for number in logs]
+    spread = sum(probe * probe for probe in probes)
+    if spread < 1e-9:
+        return 1.0
+    slope = sum(probe * time for probe, time in zip(probes, seconds, strict=True)) / spread
+    return min(2.0, max(0.0, slope))
+
+
 def steadied(rows: Rows) -> list[dict[str, str]]:
     """The rows with times and rates at the median speed of the machine; as they are if there was no probe.
 
-    What was timed stays in `timed_seconds` and `timed_tok_per_s`.
+    What was timed stays in `timed_seconds` and `timed_tok_per_s`, the probe over its median in `slowness`.
     """
-    if not rows or not rows[0].get("probe_seconds"):
-        probes = [1.0] * len(rows)
-    else:
-        probes = column(rows, "probe_seconds")
+    probed = bool(rows) and bool(rows[0].get("probe_seconds"))
+    probes = column(rows, "probe_seconds") if probed else [1.0] * len(rows)
     usual = statistics.median(probes) if probes else 1.0
+    exponent = response(rows) if probed else 1.0
     made = []
     for row, probe in zip(rows, probes, strict=True):
-        slowness = probe / usual
+        slowness = (probe / usual) ** exponent
         times = {name: repr(float(row[name]) / slowness) for name in _TIMES if name in row}
         rates = {name: repr(float(row[name]) * slowness) for name in _RATES}
         kept = {"timed_seconds": row["seconds"], "timed_tok_per_s": row["output_tok_per_s"]}
-        made.append({**row, **times, **rates, **kept, "probe_seconds": repr(usual)})
+        made.append({**row, **times, **rates, **kept, "slowness": repr(probe / usual)})
     return made
 
 
@@ -88,9 +108,15 @@ def throughput(rows: Rows) -> Interval:
 
 
 def ratio(numerator: Rows, denominator: Rows, name: str = "output_tok_per_s") -> Interval:
-    """Median of one over median of the other, rounds resampled together."""
-    samples = {"a": column(numerator, name), "b": column(denominator, name)}
-    return bootstrap(samples, lambda medians: {"ratio": medians["a"] / medians["b"]})["ratio"]
+    """Median over rounds of one over the other in the same round, which has the same order of requests for both.
+
+    The order changes a setting's rate by more than most policies do, so rates of different rounds are not compared.
+    """
+    theirs = dict(zip(column(denominator, "round"), column(denominator, name), strict=True))
+    ratios = [
+        mine / theirs[number] for number, mine in zip(column(numerator, "round"), column(numerator, name), strict=True)
+    ]
+    return bootstrap({"ratio": ratios}, lambda medians: medians)["ratio"]
 
 
 def base_setting(rows: Rows) -> Setting:
@@ -180,25 +206,37 @@ class CostFit:
 
 
 def fit_cost(rows: Rows) -> CostFit:
-    """Fit all runs; predict each setting's runs from the other settings."""
+    """Fit all runs of :func:`steadied` rows; predict each setting's timed runs from the other settings."""
     seconds = column(rows, "seconds")
     groups = [Setting.from_row(row) for row in rows]
     numbers = [{term: float(row[term]) for term in step_cost.TERMS} for row in rows]
-    predicted = step_cost.leave_one_out(numbers, seconds, groups)
-    errors = [abs(p - s) / s for p, s in zip(predicted, seconds, strict=True)]
-    of_settings = []
+    errors, of_settings = [], []
     for setting in dict.fromkeys(groups):
         mine = [index for index, group in enumerate(groups) if group == setting]
-        measured = statistics.median(seconds[index] for index in mine)
-        of_settings.append(abs(statistics.median(predicted[index] for index in mine) - measured) / measured)
+        others = [index for index, group in enumerate(groups) if group != setting]
+        measured, predicted = _predicted(rows, numbers, others, mine)
+        errors += [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
+        of_settings.append(abs(statistics.median(predicted) / statistics.median(measured) - 1))
     return CostFit(
         cost=step_cost.fit(numbers, seconds),
-        runs_within=step_cost.share_within(predicted, seconds, TOLERANCE),
+        runs_within=sum(error <= TOLERANCE for error in errors) / len(errors),
         settings_within=sum(error <= TOLERANCE for error in of_settings) / len(of_settings),
         worst_setting=max(of_settings),
         median_error=statistics.median(errors),
         worst_run=max(errors),
     )
+
+
+def _predicted(
+    rows: Rows, numbers: Sequence[Mapping[str, float]], others: Sequence[int], mine: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Seconds of the runs `mine`, measured and as predicted from the runs `others`, at the median speed."""
+    timed, slowness = column(rows, "timed_seconds"), column(rows, "slowness")
+    theirs = [{**rows[i], "seconds": rows[i]["timed_seconds"], "probe_seconds": rows[i]["slowness"]} for i in others]
+    exponent = response(theirs)
+    steady = [time / slow**exponent for time, slow in zip(timed, slowness, strict=True)]
+    cost = step_cost.fit([numbers[i] for i in others], [steady[i] for i in others])
+    return [steady[i] for i in mine], [cost.predict(numbers[i]) for i in mine]
 
 
 def time_parts(cost: StepCost, rows: Rows) -> dict[str, float]:

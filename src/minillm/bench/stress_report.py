@@ -321,8 +321,8 @@ def probe_text(rows: Rows) -> str:
     probe = common.Summary.of(analysis.column(rows, "probe_seconds"))
     return (
         f"A probe, one small run that is always the same, took {probe.text('.3f')} s (mean within a run: median, "
-        "range). Times and rates are at the median speed of the machine, each run's divided by its own probe's; "
-        '"as timed" is without that.'
+        f"range). Where it takes 1 % longer, runs take {analysis.response(rows):.2f} % longer. Times and rates are at "
+        'the median speed of the machine by that; "as timed" is without.'
     )
 
 
