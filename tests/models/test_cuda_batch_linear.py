@@ -199,6 +199,7 @@ def test_every_instance_agrees_with_torch(monkeypatch, index):
     for splits in (1, 2, 4):
         chosen = BatchLinearConfig(config.tokens, config.groups, config.gated, splits)
         monkeypatch.setattr(cuda_batch_linear, "_config_for", lambda *args, chosen=chosen: chosen)
+        monkeypatch.setattr(launches, "prepared", {})  # whose launches another instance has prepared
         # Two tiles of tokens where that many rows are taken.
         for rows in (config.tokens - 3, min(2 * config.tokens - 5, 256)):
             x = randn(rows, k, dtype=torch.bfloat16, seed=rows + splits)

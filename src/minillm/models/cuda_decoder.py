@@ -16,9 +16,8 @@ per layer   x    = rms_norm(residual += x)                     add_rms_norm
 hidden = rms_norm(residual += x)
 ```
 For a few tokens a product is bound by the bytes of its weight, and launches count: then matrix-vector kernels take the
-norm in front and the activation or the residual behind into the product, five launches a layer. For some ten to some
-hundred tokens products take what is behind them, and norms are deferred (:mod:`minillm.models.deferred_norm`): six
-launches a layer.
+norm in front and the activation or the residual behind into the product. For some ten to some hundred tokens products
+take what is behind them, and norms may be deferred (:mod:`minillm.models.deferred_norm`). Six launches a layer, both.
 
 Nothing is allocated and nothing waits, so a step can be captured in a CUDA graph.
 """
