@@ -111,7 +111,12 @@ def stress(
         Path | None,
         typer.Option(help="Python file that registers policies of your own; they take part.", show_default=False),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, each over all settings.")] = 20,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rounds, each over all settings [random:toy on a CPU: 40; else 20].", show_default=False
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the rounds saved in the CSV file.")] = False,
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which no further round begins.", show_default=False)
@@ -130,8 +135,9 @@ def stress(
     if from_csv is None:
         queues, victims = _own_policies(policy_file)
         where = device_of(device).type
+        by_default = "random:toy" if where == "cpu" else "smollm2-135m"
         options = bench.Options(
-            model=model or ("random:toy" if where == "cpu" else "smollm2-135m"),
+            model=model or by_default,
             device=where,
             dtype=dtype,
             design=design,
@@ -139,7 +145,7 @@ def stress(
             large=large,
             small=small,
             num_blocks=blocks,
-            repeats=repeats,
+            repeats=repeats or (40 if (model or by_default, where) == ("random:toy", "cpu") else 20),
             time_limit=time_limit,
             seed=seed,
             cpu_time=cpu_time,
