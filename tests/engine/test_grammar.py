@@ -324,6 +324,13 @@ def test_what_multiplies_is_stopped_in_its_own_process(toy: GrammarCompiler) -> 
         toy.compile(HOSTILE["nested allOf"])
 
 
+def test_what_the_library_could_not_follow_is_refused_before_it_is_queued(toy: GrammarCompiler) -> None:
+    """Not found out by compiling, nor by the first mask: it is the first property's name that is too much."""
+    properties = {f"p{i}": {"type": "string"} for i in range(2400)}
+    with pytest.raises(InvalidParameterError, match="items"):
+        toy.compile(StructuredOutputs(json={"properties": properties}))
+
+
 def test_a_check_that_a_busy_machine_did_not_finish_is_not_held_against_the_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -76,14 +76,17 @@ def check(request: dict[str, Any]) -> dict[str, str]:
         return {"grammar": grammar, "error": messages[0]}
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
     for share in (0.0, 0.5, 1.0):
-        _try_out(matcher.deep_copy(), share)
+        tried = matcher.deep_copy()
+        _try_out(tried, share)
+        if tried.is_error():
+            return {"grammar": grammar, "error": tried.get_error()}
     return {"grammar": grammar}
 
 
 def _try_out(matcher: Any, share: float) -> None:
     """Mask the first few bytes: what is valid can still cost minutes and gigabytes at its first use (`a{100000000}`,
-    or `.*` some thousands of times). `share` says which of the allowed bytes is taken. Errors are the engine's to
-    report: here only the work counts.
+    or `.*` some thousands of times), or be more than the library's limits allow (an object of some thousand optional
+    properties, at its first name). `share` says which of the allowed bytes is taken.
     """
     for _ in range(TRIED_BYTES):
         mask = matcher.compute_bitmask()
