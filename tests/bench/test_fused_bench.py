@@ -28,6 +28,10 @@ class Operations:
         return getattr(reference_ops if hasattr(reference_ops, name) else cuda_ops, name)
 
     @staticmethod
+    def supports_batch_linear(rows, n, k, dtype, device, **kind):
+        return rows >= 9
+
+    @staticmethod
     def small_linear(*args, config=None, **kwargs):
         return reference_ops.small_linear(*args, **kwargs)
 
@@ -76,6 +80,15 @@ def test_contenders_of_products_are_checked_and_have_variants(model) -> None:
         assert (NORM_APART in found) == case.norm
         assert len(found) > 5
         assert all(len(calls) == 3 for calls in found.values())
+
+
+@pytest.mark.parametrize("model", [NORMED, BIASED], ids=["norm", "bias"])
+def test_products_of_a_batch_are_the_batch_kernels(monkeypatch, model) -> None:
+    monkeypatch.setattr(Operations, "small_linear", None)
+    for case in fused_cases.batch_products(model, 16):
+        found = contenders(case, 3, CPU, variants=False)
+        assert set(found) == {OURS, LIBRARY} and all(len(calls) == 3 for calls in found.values())
+    assert {case.rows for case in fused_cases.all_cases() if case.n} >= {1, 8, 16, 128}
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch) -> None:

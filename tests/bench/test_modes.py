@@ -82,6 +82,29 @@ def test_all_modes_make_all_tokens_and_the_tables_say_so(tmp_path):
     assert {verdict.met for verdict in modes.verdicts(saved)} <= {True, False}
 
 
+@pytest.mark.parametrize(
+    ("ratios", "met"),
+    [
+        ((0.98, 0.98, 0.98, 0.98, 0.98), True),  # behind by less than what is allowed in any case
+        ((0.95, 0.95, 0.95, 0.95, 0.95), False),  # always behind
+        ((0.91, 0.95, 0.96, 0.98, 1.02), True),  # behind, but equality is within the noise
+        ((0.91, 0.94, 0.95, 0.96, 0.99), False),
+        ((0.70, 0.80, 0.85, 1.05, 1.20), False),  # too noisy to say so
+    ],
+)
+def test_auto_may_be_behind_by_no_more_than_the_noise_of_the_rounds(ratios, met) -> None:
+    def rows(mode, rates):
+        return [
+            {"model": "m", "lengths": "uniform", "mode": mode, "repeat": str(i), "output_tok_per_s": str(rate)}
+            for i, rate in enumerate(rates)
+        ]
+
+    saved = [*rows("swap", [200.0] * 5), *rows("recompute", [100.0] * 5), *rows("auto", [200 * r for r in ratios])]
+    (verdict,) = modes.verdicts(saved)
+    assert verdict.met is met, verdict
+    assert f"{sorted(ratios)[2]:.3f} [{ratios[0]:.3f}, {ratios[-1]:.3f}] times swap" in verdict.found
+
+
 def test_the_default_dtype_has_steps_that_cost_the_same(monkeypatch) -> None:
     for packs, dtype in ((True, "bfloat16"), (False, "auto")):
         monkeypatch.setattr("minillm.models.linear.cpu_packs_bfloat16", lambda packs=packs: packs)

@@ -194,7 +194,7 @@ def table_cells(rows: Rows, kind: str) -> tuple[list[str], list[list[str]]]:
 
 def tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
     """All tables by title."""
-    names = {"rows": "Row-wise operations", "products": "Products of a few rows", "steps": "A decode step"}
+    names = {"rows": "Row-wise operations", "products": "Products of up to 128 rows", "steps": "A decode step"}
     return {f"{title}\n{provenance(rows)}": table_cells(rows, kind) for kind, title in names.items()}
 
 
@@ -252,7 +252,7 @@ PROGRAM = Program(
     name="fused",
     title="Fused decoder kernels",
     about="The decoder's operations around attention at the shapes of known models, by CUDA graph replay over rotating "
-    "inputs: norms, rotary embedding with the KV write, activation, and the products of up to 8 rows with what is "
+    "inputs: norms, rotary embedding with the KV write, activation, and the products of up to 128 rows with what is "
     "fused to them, against torch and against the bytes that must move at the rate of a large copy in the same run.",
     tables=tables,
     plots={"": draw},

@@ -74,6 +74,7 @@ QWEN3 = ModelShape(
 LLAMA8B = ModelShape(
     name="Llama-3.1-8B", hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, inner=14336, vocab=128256
 )
+BATCH_ROWS = (16, 32, 64, 128)
 LAYERS = {SMOL.name: 30, QWEN25.name: 24, QWEN3.name: 28, LLAMA8B.name: 32}
 
 
@@ -127,8 +128,13 @@ def products(model: ModelShape, rows: int) -> list[Case]:
     ]
 
 
+def batch_products(model: ModelShape, rows: int) -> list[Case]:
+    """The same of a batch, behind a norm: what the batch kernel takes."""
+    return [replace(case, norm=False) for case in products(model, rows)]
+
+
 def all_cases() -> Iterator[Case]:
-    """Row-wise operations from one token to a long prompt, products of 1 to 8 rows."""
+    """Row-wise operations from one token to a long prompt, products of 1 to 8 rows and of a batch."""
     for op in ("embed", "add_rms_norm", "qk_norm_rope_write", "silu_and_mul"):
         for model in (QWEN3, LLAMA8B):
             for rows in (1, 32, 256, 8192):
@@ -136,6 +142,9 @@ def all_cases() -> Iterator[Case]:
     for model in (SMOL, QWEN25, QWEN3, LLAMA8B):
         for rows in (1, 2, 4, 8) if model in (QWEN3, LLAMA8B) else (1, 8):
             yield from products(model, rows)
+    for model in (QWEN3, LLAMA8B):
+        for rows in BATCH_ROWS:
+            yield from batch_products(model, rows)
 
 
 def contenders(case: Case, sets: int, device: torch.device, variants: bool) -> dict[str, list[Call]]:
@@ -342,12 +351,17 @@ def _product(case: Case, sets: int, device: torch.device, variants: bool) -> dic
 
         return call
 
+    def batch(i: int) -> Call:
+        return lambda: cuda_ops.batch_linear(x, weight[i], bias=bias, gated=case.gated, **target)
+
     def library(i: int) -> Call:
         return lambda: torch.nn.functional.linear(x, weight[i], bias)
 
     found = {LIBRARY: _each(sets, library)}
     if cuda_ops.supports_small_linear(rows, n, k, DTYPE, device, gated=case.gated, norm=case.norm):
         found[OURS] = _each(sets, lambda i: fused(i, None))
+    elif cuda_ops.supports_batch_linear(rows, n, k, DTYPE, device, gated=case.gated, to_residual=case.residual):
+        found[OURS] = _each(sets, batch)
     if case.norm:
         found[NORM_APART] = _each(sets, separate)
     for config in variants_of(case, device) if variants else ():

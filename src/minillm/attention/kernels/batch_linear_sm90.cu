@@ -180,7 +180,7 @@ __device__ __forceinline__ void reduce(const Outputs<T>& to, u32 base, int first
     }
 }
 
-// Grid (tiles * splits, ceil(rows / kTokens)), cluster (splits), 128 * kGroups + 32 threads. Shared memory: 1,024 bytes
+// Grid (tiles * splits, ceil(rows / kTokens)), cluster (splits: 1, 2 or 4), 128 * kGroups + 32 threads. Shared memory: 1,024 bytes
 // to align, `stages` stages of kStageBytes, at least the partial sums [kTokens][kPitch] as float, two barriers a stage.
 // n and k multiples of 8, out (rows at out_stride) and bias aligned to 4 of their elements. `squares` [k / 64]
 // [squares_stride], or null: of x's deferred norm; next_x, next_norm and next_squares, or null: of the one behind.
@@ -298,7 +298,6 @@ batch_linear_sm90(void* out, const T* bias, const float* squares, T* next_x, con
     const int first_column = tile * kOutputs;
     if (splits == 1) reduce<T, kOutputs, kPitch, kGated, 1>(to, base, first_column, split);
     else if (splits == 2) reduce<T, kOutputs, kPitch, kGated, 2>(to, base, first_column, split);
-    else if (splits == 4) reduce<T, kOutputs, kPitch, kGated, 4>(to, base, first_column, split);
-    else reduce<T, kOutputs, kPitch, kGated, 8>(to, base, first_column, split);
+    else reduce<T, kOutputs, kPitch, kGated, 4>(to, base, first_column, split);
     if (splits > 1) cluster_sync();  // until all have read this block's sums
 }
