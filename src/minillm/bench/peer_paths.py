@@ -19,6 +19,7 @@ rows of their KV head ("packed").
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -88,12 +89,12 @@ class PeerStore:
         return self._layouts[layout]
 
 
-class _FlashInfer:
+class _FlashInfer(ABC):
     """What FlashInfer's two wrappers have in common."""
 
+    @abstractmethod
     def plan(self) -> None:
         """FlashInfer's division of the step, on the host."""
-        raise NotImplementedError
 
     def prepare(self) -> None:
         """See :class:`~minillm.bench.attention_paths.AttentionPath`."""
